@@ -1,0 +1,263 @@
+import json
+import os
+import resource
+import subprocess
+import sys
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from vlmrun.errors import OutputError
+from vlmrun.files.rows import Embedding, Failure
+from vlmrun.files.writers import Writer, open_writer
+
+FAILURE = Failure("bad.jpg", None, "ImageError", "is truncated")
+ODD = os.fsdecode(b"caf\xe9.jpg")
+
+
+def embedding(
+    path: str | None = "a.jpg", text: str | None = None, shape: tuple[int, ...] = (5,)
+) -> Embedding:
+    """A vector of its own for every name."""
+    seed = len(path or text or "")
+    vector = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    return Embedding(path, text, vector, "pooled", "org/model", "abc", "bfloat16", 1.0, "00")
+
+
+def writer(output: Path, **options: Any) -> Writer:
+    return open_writer(output, task="embed", stdout=BytesIO(), **options)
+
+
+def index_of(output: Path) -> list[dict[str, Any]]:
+    lines = (output.parent / (output.name + ".jsonl")).read_bytes().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def read(output: Path) -> np.ndarray:
+    """The array of any of the formats."""
+    if output.suffix == ".safetensors":
+        with safe_open(output, "np") as file:
+            return file.get_tensor("embeddings")
+    loaded = np.load(output)
+    return loaded["embeddings"] if output.suffix == ".npz" else loaded
+
+
+ROWS = [embedding("a.jpg"), FAILURE, embedding("bb.jpg"), embedding(None, "a cat"), embedding(ODD)]
+VECTORS = np.stack([row.vector for row in ROWS if isinstance(row, Embedding)])
+
+
+@pytest.mark.parametrize("name", ["v.npy", "v.npz", "v.safetensors"])
+@pytest.mark.parametrize("committed", [True, False])
+def test_array_has_the_finished_rows_and_the_index_all(tmp_path, name, committed):
+    output = tmp_path / name
+    with writer(output) as opened:
+        for row in ROWS:
+            opened.write(row)
+        assert left(tmp_path) == [f"{name}.jsonl", f"{name}.lock", f"{name}.part"]
+        assert len(index_of(output)) == len(ROWS), "appended row by row"
+        assert (tmp_path / f"{name}.part").read_bytes() == VECTORS.tobytes()
+        if committed:
+            opened.commit()
+            assert read(output).tobytes() == VECTORS.tobytes()
+    found = read(output)
+    assert found.dtype == np.float32
+    assert found.shape == (4, 5)
+    assert found.tobytes() == VECTORS.tobytes()
+    index = index_of(output)
+    assert [row.get("index") for row in index] == [0, None, 1, 2, 3]
+    assert index[1] == FAILURE.row()
+    assert [row.get("path", row.get("text")) for row in index[2:]] == [
+        "bb.jpg",
+        "a cat",
+        "caf\\xe9.jpg",
+    ]
+    assert left(tmp_path) == [name, f"{name}.jsonl"]
+
+
+def test_npz_has_the_paths_and_texts(tmp_path):
+    with writer(tmp_path / "v.npz") as opened:
+        for row in ROWS:
+            opened.write(row)
+    paths = np.load(tmp_path / "v.npz")["paths"]
+    assert paths.tolist() == ["a.jpg", "bb.jpg", "a cat", "caf\\xe9.jpg"]
+
+
+def test_safetensors_says_what_made_it(tmp_path):
+    with writer(tmp_path / "v.safetensors") as opened:
+        opened.write(embedding())
+    with safe_open(tmp_path / "v.safetensors", "np") as file:
+        assert file.metadata() == {
+            "model": "org/model",
+            "revision": "abc",
+            "dtype": "bfloat16",
+            "output_kind": "pooled",
+        }
+
+
+@pytest.mark.parametrize("name", ["v.npy", "v.npz", "v.safetensors"])
+def test_matrices_of_one_shape(tmp_path, name):
+    rows = [embedding("a.jpg", shape=(7, 4)), embedding("bb.jpg", shape=(7, 4))]
+    with writer(tmp_path / name) as opened:
+        for row in rows:
+            opened.write(row)
+    assert np.array_equal(read(tmp_path / name), np.stack([row.vector for row in rows]))
+
+
+def test_vectors_that_are_not_contiguous(tmp_path):
+    whole = embedding(shape=(4, 6))
+    columns = Embedding("a", None, whole.vector[:, ::2].T, "k", "m", None, "d", 1.0, None)
+    with writer(tmp_path / "v.npy") as opened:
+        opened.write(columns)
+    assert np.array_equal(read(tmp_path / "v.npy")[0], columns.vector)
+
+
+def test_row_of_another_shape_is_named_and_the_others_kept(tmp_path):
+    output = tmp_path / "v.npy"
+    with writer(output) as opened:
+        opened.write(embedding("a.jpg", shape=(7, 4)))
+        with pytest.raises(OutputError, match=r"bb\.jpg: its vector of shape \(9, 4\)") as caught:
+            opened.write(embedding("bb.jpg", shape=(9, 4)))
+    assert caught.value.exit_code == 1
+    assert "(7, 4)" in caught.value.message
+    assert "--format jsonl" in caught.value.hint
+    assert read(output).shape == (1, 7, 4)
+    assert len(index_of(output)) == 1
+
+
+def test_interruption_gives_a_valid_array(tmp_path):
+    output = tmp_path / "v.npy"
+
+    def run() -> None:
+        with writer(output) as opened:
+            opened.write(embedding("a.jpg"))
+            opened.write(embedding("bb.jpg"))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert read(output).shape == (2, 5)
+    assert left(tmp_path) == ["v.npy", "v.npy.jsonl"]
+
+
+def test_failures_alone_make_an_index_and_no_array(tmp_path):
+    with writer(tmp_path / "v.npy") as opened:
+        opened.write(FAILURE)
+        opened.commit()
+    assert index_of(tmp_path / "v.npy") == [FAILURE.row()]
+    assert left(tmp_path) == ["v.npy.jsonl"]
+
+
+@pytest.mark.parametrize("old", [["v.npy", "v.npy.jsonl"], ["v.npy"], ["v.npy.jsonl"]])
+def test_overwriting_waits_for_the_first_finished_row(tmp_path, old):
+    output = tmp_path / "v.npy"
+    for name in old:
+        (tmp_path / name).write_bytes(b"old")
+    with writer(output, exists="overwrite") as opened:
+        opened.write(FAILURE)
+        assert left(tmp_path) == sorted([*old, "v.npy.lock"])
+        for name in old:
+            assert (tmp_path / name).read_bytes() == b"old"
+        opened.write(embedding())
+        assert not output.exists(), "an array never stands beside the index of another"
+        assert len(index_of(output)) == 2
+    assert read(output).shape == (1, 5)
+
+
+def test_failures_alone_never_replace_old_results(tmp_path):
+    for name in ["v.npy", "v.npy.jsonl"]:
+        (tmp_path / name).write_bytes(b"old")
+    with writer(tmp_path / "v.npy", exists="overwrite") as opened:
+        opened.write(FAILURE)
+        opened.commit()
+    assert left(tmp_path) == ["v.npy", "v.npy.jsonl"]
+    assert {path.read_bytes() for path in tmp_path.iterdir()} == {b"old"}
+
+
+@pytest.mark.parametrize(("limit", "old_kept"), [(10, True), (25, False)])
+def test_full_disk_while_writing(tmp_path, limit, old_kept):
+    """No room for the vector (20 bytes): the old array stays. Room for it, but not the index."""
+    output = tmp_path / "v.npy"
+    output.write_bytes(b"old")
+    opened = writer(output, exists="overwrite")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+        with pytest.raises(OutputError, match="cannot be written: File too large"):
+            opened.write(embedding())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    opened.close()
+    assert output.exists() == old_kept
+    assert not (tmp_path / "v.npy.lock").exists()
+
+
+@pytest.mark.parametrize("name", ["v.npy", "v.npz", "v.safetensors"])
+def test_full_disk_while_the_array_is_built(tmp_path, name):
+    opened = writer(tmp_path / name)
+    row = embedding(shape=(300,))
+    opened.write(row)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))
+    try:
+        with pytest.raises(OutputError, match=f"{name} cannot be written") as caught:
+            opened.commit()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        opened.close()
+    assert caught.value.exit_code == 1
+    assert left(tmp_path) == [f"{name}.jsonl", f"{name}.part"], "the vectors are kept"
+    assert (tmp_path / f"{name}.part").read_bytes() == row.vector.tobytes()
+
+
+def test_row_that_failed_half_way_does_not_shift_the_next(tmp_path):
+    output = tmp_path / "v.npy"
+    with writer(output) as opened:
+        opened.write(embedding("a.jpg"))
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        room = (tmp_path / "v.npy.jsonl").stat().st_size + 10
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        try:
+            with pytest.raises(OutputError):
+                opened.write(embedding("bb.jpg"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        opened.write(embedding("ccc.jpg"))
+    assert [row["path"] for row in index_of(output)] == ["a.jpg", "ccc.jpg"]
+    expected = np.stack([embedding(name).vector for name in ["a.jpg", "ccc.jpg"]])
+    assert np.array_equal(read(output), expected)
+
+
+FLAT = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from vlmrun.files.rows import Embedding
+from vlmrun.files.writers import open_writer
+vector = np.ones((64, 4096), np.float32)  # 1 MiB
+row = Embedding("a", None, vector, "k", "m", None, "d", 1.0, None)
+with open_writer(Path(sys.argv[1]), task="embed", stdout=sys.stdout.buffer) as writer:
+    for _ in range(8):
+        writer.write(row)
+    held = open("/proc/self/status").read()
+    for _ in range(56):
+        writer.write(row)
+    limit = int(held.split("VmData:")[1].split()[0]) * 1024 + (32 << 20)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    writer.commit()
+"""
+
+
+@pytest.mark.parametrize("name", ["v.npy", "v.npz", "v.safetensors"])
+def test_memory_stays_flat(tmp_path, name):
+    """64 MiB of vectors are put in place by a process that may take 32 MiB for it."""
+    subprocess.run([sys.executable, "-c", FLAT, str(tmp_path / name)], check=True)
+    assert (tmp_path / name).stat().st_size > 64 << 20
+    (tmp_path / name).unlink()  # pytest keeps the folders of three runs

@@ -1,0 +1,109 @@
+"""Choose the writer of a run: where its rows go and in what form."""
+
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from vlmrun.errors import OutputError, UsageError
+from vlmrun.files.arrays import ARRAYS, ArrayWriter, index_path
+from vlmrun.files.lines import JsonForm, LineWriter, TextForm, Writer
+from vlmrun.files.output import FileSink, OutputLock, StreamSink
+
+__all__ = ["Task", "Writer", "choose_format", "open_writer"]
+
+Task = Literal["caption", "embed"]
+
+# Formats of a task by the suffix that picks them. `json` is one object per line, as `jsonl`.
+SUFFIXES: dict[Task, dict[str, str]] = {
+    "caption": {".txt": "text", ".tsv": "text", ".jsonl": "jsonl"},
+    "embed": {
+        ".npy": "npy",
+        ".npz": "npz",
+        ".safetensors": "safetensors",
+        ".jsonl": "jsonl",
+    },
+}
+
+
+def choose_format(output: Path | None, format: str | None, *, task: Task) -> str:
+    """The format asked for, else the one of the output's suffix, else that of standard output.
+
+    Raises:
+        UsageError: there is no such format, or not for this task or on standard output.
+    """
+    suffixes = SUFFIXES[task]
+    known = dict.fromkeys([*suffixes.values(), "json"])
+    suffix = output.suffix.lower() if output is not None else ""
+    if format == "parquet" or (format is None and suffix == ".parquet"):
+        raise UsageError("parquet is not written yet", f"formats: {', '.join(known)}")
+    if format is None and output is None:
+        return "text" if task == "caption" else "jsonl"
+    if format is None:
+        if suffix not in suffixes:
+            raise UsageError(
+                f"{output}: unknown suffix {suffix!r} for {task}",
+                f"known: {', '.join(suffixes)}; or name a format with --format",
+            )
+        return suffixes[suffix]
+    if format not in known:
+        raise UsageError(f"unknown format {format!r} for {task}", f"known: {', '.join(known)}")
+    if output is None and format in ARRAYS:
+        raise UsageError(f"{format} is not written to standard output", f"add -o NAME.{format}")
+    return format
+
+
+def open_writer(
+    output: Path | None,
+    *,
+    task: Task,
+    stdout: BinaryIO,
+    format: str | None = None,
+    single: bool = False,
+    prompts: int = 1,
+    filenames: bool | None = None,
+    one_line: bool = False,
+    exists: Literal["error", "overwrite"] = "error",
+) -> Writer:
+    """Open the output and lock it; nothing that is there is changed before a row is finished.
+
+    Text: with `single` (one file was named) and one of `prompts`, the caption alone and as it
+    is; else lines of `path TAB caption`, with several prompts `path TAB name TAB caption`, where
+    the caption's line breaks become spaces. `filenames` forces the path in or out. `one_line`
+    folds captions in every form. JSON: one object per line, failures included; text leaves
+    failures out. Arrays: see `arrays`.
+
+    Raises:
+        UsageError: the format is unknown or does not fit.
+        OutputError: it exists already, is being written by another run, or cannot be written.
+    """
+    chosen = choose_format(output, format, task=task)
+    bare = single and prompts == 1
+    with_path = not bare if filenames is None else filenames
+    folded = one_line or not bare or with_path
+    text = TextForm(path=with_path, name=prompts > 1, folded=folded)
+    form = text if chosen == "text" else JsonForm(folded=one_line)
+    if output is None:
+        return LineWriter(StreamSink(stdout), form)
+    if output.is_symlink():
+        output = output.resolve()  # the file is replaced, not the link to it
+    array = chosen in ARRAYS
+    lock = _lock(output, exists, [output, index_path(output)] if array else [output])
+    if array:
+        return ArrayWriter(output, ARRAYS[chosen], lock)
+    return LineWriter(FileSink(output, replaces=output.exists()), form, lock)
+
+
+def _lock(output: Path, exists: str, files: list[Path]) -> OutputLock:
+    """Lock an output and make sure that its files may be written."""
+    if not output.parent.is_dir():
+        raise OutputError(f"{output} cannot be written: there is no folder {output.parent}")
+    lock = OutputLock(output)
+    try:
+        for file in files:
+            if file.exists() and not file.is_file():
+                raise OutputError(f"{file} cannot be written: it is not a regular file")
+            if exists == "error" and file.exists():
+                raise OutputError(f"{file} exists already", "--exists overwrite replaces it")
+    except BaseException:
+        lock.release()
+        raise
+    return lock
