@@ -1,0 +1,18 @@
+#!/usr/bin/env python3
+"""Prints the nearest text to each picture of `vlmrun embed PICTURES -t TEXTS -o VECTORS.npy`."""
+
+import json
+import sys
+
+import numpy as np
+
+vectors = np.load(sys.argv[1])
+with open(sys.argv[1] + ".jsonl", encoding="utf-8") as lines:
+    rows = [row for row in map(json.loads, lines) if "index" in row]
+texts = [row for row in rows if "text" in row]
+text_vectors = vectors[[row["index"] for row in texts]]
+for row in rows:
+    if "path" in row:
+        cosines = text_vectors @ vectors[row["index"]]  # unit vectors
+        best = int(cosines.argmax())
+        print(row["path"], texts[best]["text"], f"{cosines[best]:.3f}", sep="\t")
