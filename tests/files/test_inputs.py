@@ -224,7 +224,7 @@ def test_null_separated_without_a_list(tree):
 
 @pytest.mark.parametrize("url", ["http://x.org/a.jpg", "HTTPS://x.org/a.jpg"])
 def test_urls_are_refused(tree, url):
-    words = "URLs are not read yet; download it first"
+    words = "URLs are not read yet"
     refused(words, ["b.jpg", url])
     refused(words, [], stdin=BytesIO(url.encode()))
 

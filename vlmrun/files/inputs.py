@@ -96,7 +96,7 @@ def _check_streams(named: Sequence[str], files_from: str | None, stdin: BinaryIO
 
 def _refuse_url(name: str) -> None:
     if name.lower().startswith(("http://", "https://")):
-        raise UsageError(f"{name}: URLs are not read yet; download it first")
+        raise UsageError(f"{name}: URLs are not read yet", "download it first")
 
 
 def _check_some_exist(named: Sequence[str]) -> None:
@@ -105,7 +105,7 @@ def _check_some_exist(named: Sequence[str]) -> None:
         return
     shown = ", ".join(named[:NAMES_SHOWN])
     more = f" and {len(named) - NAMES_SHOWN} more" if len(named) > NAMES_SHOWN else ""
-    raise UsageError(f"no such file: {shown}{more}")
+    raise UsageError(f"no such file: {shown}{more}", "check the names and the working directory")
 
 
 def _exists(name: str) -> bool:
@@ -173,7 +173,10 @@ def _read_list(files_from: str | None, null_separated: bool, stdin: BinaryIO | N
             with open(str(files_from), "rb") as file:
                 data = file.read()
         except OSError as error:
-            raise UsageError(f"--files-from {files_from}: {error.strerror}") from error
+            raise UsageError(
+                f"--files-from {files_from}: {error.strerror}",
+                "name a file that holds one path per line, or - for standard input",
+            ) from error
     if null_separated:
         lines = data.split(b"\0")
     elif b"\0" in data:

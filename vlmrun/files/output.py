@@ -1,5 +1,6 @@
 """Where rows go: a stream, or a file that grows row by row; and the lock on an output."""
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -23,7 +24,11 @@ def errors_named(output: Path | str) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise OutputError(f"{output} cannot be written: {error.strerror}") from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise OutputError(
+            f"{output} cannot be written: {error.strerror}",
+            "make room, or choose another output" if full else "choose another output",
+        ) from error
 
 
 def write_at(descriptor: int, data: bytes, offset: int) -> None:

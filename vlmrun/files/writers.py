@@ -95,12 +95,17 @@ def open_writer(
 def _lock(output: Path, exists: str, files: list[Path]) -> OutputLock:
     """Lock an output and make sure that its files may be written."""
     if not output.parent.is_dir():
-        raise OutputError(f"{output} cannot be written: there is no folder {output.parent}")
+        raise OutputError(
+            f"{output} cannot be written: there is no folder {output.parent}",
+            "make the folder, or choose another output",
+        )
     lock = OutputLock(output)
     try:
         for file in files:
             if file.exists() and not file.is_file():
-                raise OutputError(f"{file} cannot be written: it is not a regular file")
+                raise OutputError(
+                    f"{file} cannot be written: it is not a regular file", "choose another output"
+                )
             if exists == "error" and file.exists():
                 raise OutputError(f"{file} exists already", "--exists overwrite replaces it")
     except BaseException:

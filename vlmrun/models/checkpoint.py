@@ -1,0 +1,242 @@
+"""What lies in a checkpoint's files, read from their headers alone.
+
+A safetensors file is 8 bytes of header length, a JSON header, then the data
+(https://huggingface.co/docs/safetensors). No weight is read here.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vlmrun.errors import CheckpointError, UnsupportedModel
+from vlmrun.models.dtype import SAFETENSORS, Dtype
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+AGAIN = "download it again; into the hub cache with hf download --force-download"
+LFS_POINTER = b"version https://git-lfs"
+MAX_HEADER_BYTES = 100_000_000
+ITEMSIZES = {
+    name: size
+    for size, names in {
+        8: ("F64", "I64", "U64"),
+        4: ("F32", "I32", "U32"),
+        2: ("F16", "BF16", "I16", "U16"),
+        1: ("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"),
+    }.items()
+    for name in names
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies. `file` is None where only shapes are known (nothing downloaded)."""
+
+    dtype: str  # as safetensors spells it: F32, BF16, …
+    shape: tuple[int, ...]
+    file: Path | None = None
+    offset: int = 0  # bytes from the start of the file
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The tensors of a checkpoint by their name in the files."""
+
+    tensors: Mapping[str, TensorInfo]
+    notes: tuple[str, ...] = field(default=())
+
+    def stored_bytes(self, names: Iterable[str]) -> dict[Dtype, int]:
+        """Bytes of the named tensors by dtype.
+
+        Raises:
+            UnsupportedModel: a tensor holds something else than fp32, bf16 or fp16 weights.
+        """
+        found: dict[Dtype, int] = {}
+        for name in names:
+            info = self.tensors[name]
+            if info.dtype not in SAFETENSORS:
+                raise unsupported(name, info.dtype)
+            dtype = SAFETENSORS[info.dtype]
+            found[dtype] = found.get(dtype, 0) + info.nbytes
+        return found
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read the headers of a folder's safetensors files, sharded or single.
+
+    Raises:
+        CheckpointError: no weights, an absent shard, a truncated file, a Git-LFS pointer, an
+            index that names tensors no shard holds or files outside the folder.
+    """
+    index = folder / INDEX
+    if index.exists() and not (folder / SINGLE).exists():
+        return read_shards(folder, index)
+    if not (folder / SINGLE).exists():
+        raise CheckpointError(f"{folder} holds no {SINGLE}", what_lies_there(folder))
+    return Checkpoint(read_header(folder / SINGLE))
+
+
+def what_lies_there(folder: Path) -> str:
+    """A hint from the weight files that are there instead."""
+    pickles = sorted(p.name for p in folder.glob("*.bin")) + sorted(
+        p.name for p in folder.glob("*.pt*")
+    )
+    if pickles:
+        return f"{pickles[0]} is a pickle, which is not read; convert it to safetensors first"
+    others = sorted(p.name for p in folder.glob("*.safetensors"))
+    if others:
+        return f"found {', '.join(others[:3])}, but no {INDEX} that lists them"
+    return "download the model's weights into the folder"
+
+
+def read_shards(folder: Path, index: Path) -> Checkpoint:
+    """Read every shard that the index names, and hold the index to what they contain."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index.name} has no weight_map", AGAIN)
+    shards = sorted({str(name) for name in weight_map.values()})
+    outside = [name for name in shards if Path(name).name != name or name in ("", "..")]
+    if outside:
+        raise CheckpointError(
+            f"{index.name} names a file outside the folder: {outside[0]}",
+            "such an index is refused; download the model from where you trust it",
+        )
+    absent = [name for name in shards if not (folder / name).exists()]
+    if absent:
+        raise CheckpointError(
+            f"{len(absent)} of {len(shards)} shards are missing: {', '.join(absent)}",
+            f"download them into {folder}",
+        )
+    tensors: dict[str, TensorInfo] = {}
+    for shard in shards:
+        for name, info in read_header(folder / shard).items():
+            if name not in tensors or weight_map.get(name) == shard:
+                tensors[name] = info
+    unheld = sorted(name for name in weight_map if name not in tensors)
+    if unheld:
+        raise CheckpointError(
+            f"{index.name} lists {unheld[0]} in {weight_map[unheld[0]]}, which does not hold it"
+            + (f" (and {len(unheld) - 1} more)" if len(unheld) > 1 else ""),
+            "the index and the shards are of different versions; download both again",
+        )
+    unlisted = sorted(name for name in tensors if name not in weight_map)
+    notes = (f"{len(unlisted)} tensors are in the shards but not in the index",) * bool(unlisted)
+    return Checkpoint(tensors, notes)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object of a model's folder."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        pointer = path.read_bytes()[: len(LFS_POINTER)] == LFS_POINTER
+        hint = "it is a Git-LFS pointer: run git lfs pull" if pointer else AGAIN
+        raise CheckpointError(f"{path.name} is not valid JSON", hint) from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path.name} is not a JSON object", AGAIN)
+    return found
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Read one safetensors header and hold it to the file's size.
+
+    Raises:
+        CheckpointError: the file is a Git-LFS pointer, truncated, or not safetensors.
+    """
+    try:
+        size = os.stat(path).st_size
+        with open(path, "rb") as file:
+            start = file.read(8)
+            if LFS_POINTER.startswith(start) and start:
+                raise CheckpointError(
+                    f"{path.name} is a Git-LFS pointer, not the weights",
+                    "run git lfs pull in the model's folder",
+                )
+            length = int.from_bytes(start, "little")
+            if len(start) == 8 and 8 + length > size and length <= MAX_HEADER_BYTES:
+                raise truncated(path, size, 8 + length)
+            if len(start) < 8 or not 2 <= length <= MAX_HEADER_BYTES:
+                raise CheckpointError(
+                    f"{path.name} ({size} bytes) is not a safetensors file", AGAIN
+                )
+            header = parse_header(path.name, file.read(length))
+    except OSError as error:
+        raise unreadable(path, error) from error
+    tensors = tensors_of(header, path, 8 + length)
+    needed = max((info.offset + info.nbytes for info in tensors.values()), default=0)
+    if needed > size:
+        raise truncated(path, size, needed)
+    return tensors
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"cannot read {path}: {error.strerror}", "it should be a file that you may read"
+    )
+
+
+def truncated(path: Path, size: int, needed: int) -> CheckpointError:
+    return CheckpointError(
+        f"{path.name} is truncated: {size} bytes on disk, its header promises {needed}",
+        AGAIN,
+    )
+
+
+def parse_header(name: str, raw: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name} has a damaged header: not valid JSON", AGAIN) from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{name} has a damaged header: no object", AGAIN)
+    return header
+
+
+def tensors_of(
+    header: Mapping[str, Any], file: Path | None, data_start: int
+) -> dict[str, TensorInfo]:
+    """Tensors of one header; each entry's offsets must agree with its shape and dtype.
+
+    Raises:
+        CheckpointError: they do not.
+        UnsupportedModel: the dtype is one whose size is not known here.
+    """
+    where = file.name if file is not None else "the safetensors header"
+    tensors: dict[str, TensorInfo] = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            whole = all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop))
+        except (KeyError, TypeError, ValueError):
+            whole = False
+        if not whole or not isinstance(dtype, str):
+            raise CheckpointError(f"{where} has a damaged entry for {name}", AGAIN)
+        if dtype not in ITEMSIZES:
+            raise unsupported(name, dtype)
+        info = TensorInfo(dtype, tuple(shape), file, data_start + start)
+        if info.nbytes != stop - start:
+            raise CheckpointError(
+                f"{where}: {name} spans {stop - start} bytes, its shape needs {info.nbytes}",
+                AGAIN,
+            )
+        tensors[name] = info
+    return tensors
+
+
+def unsupported(name: str, dtype: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{name} is stored as {dtype}",
+        "checkpoints of F32, BF16 or F16 weights are read; quantised ones are not",
+    )

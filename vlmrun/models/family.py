@@ -1,0 +1,72 @@
+"""What a family of checkpoints is: one row, written in one file of this room."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vlmrun.errors import CheckpointError
+from vlmrun.models.shapes import Architecture
+
+Config = Mapping[str, Any]
+Task = Literal["caption", "embed"]
+Detail = Literal["high", "low"]
+Phase = Literal["vision", "text", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageCost:
+    """What one picture costs: crops through the vision tower, tokens in the decoder."""
+
+    crops: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One architecture: how its configuration reads, where its tensors lie, what it can do.
+
+    renames: (pattern, replacement) pairs that turn a checkpoint's key into a module path.
+    ignored: patterns of keys that older files carry and no module needs.
+    image_cost: (architecture, width, height, detail) -> ImageCost.
+    phases: (architecture, output kind) -> for every phase the blocks that run in it, in order.
+        Raises UnsupportedModel for an output kind the model cannot give.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    model_class: str
+    task: Task
+    architecture: Callable[[Config], Architecture]
+    renames: tuple[tuple[str, str], ...]
+    ignored: tuple[str, ...]
+    image_cost: Callable[[Architecture, int, int, Detail], ImageCost]
+    phases: Callable[[Architecture, str], Mapping[Phase, tuple[str, ...]]]
+    default_prompt: str = ""
+
+
+def section(config: Config, name: str, defaults: Config, supported: str | None = None) -> Config:
+    """A sub-configuration with the class defaults filled in, as transformers does.
+
+    Hub files leave out every value that equals its default.
+    """
+    given = config.get(name)
+    given = {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise contradiction(f"{name} is not an object")
+    kind = given.get("model_type", supported)
+    if supported is not None and kind != supported:
+        raise contradiction(f"{name}.model_type is {kind!r}, and this family needs {supported!r}")
+    return {**defaults, **given}
+
+
+def number(config: Config, name: str) -> int:
+    """A positive whole number of the configuration."""
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise contradiction(f"{name} should be a positive number, not {value!r}")
+    return value
+
+
+def contradiction(what: str) -> CheckpointError:
+    """The error of a configuration that no model of its family can have."""
+    return CheckpointError(f"config.json: {what}", "it is damaged or was edited: download it again")

@@ -1,0 +1,57 @@
+"""The unit that moves between tiers: a block of the network with all its tensors."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vlmrun.models.dtype import Dtype
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One block of an architecture: its tensors by module path, and the module that runs it.
+
+    A gathered block is a token table: rows are looked up where it lies, it is never moved.
+    A block with `row_blocks` is a large matrix that moves in pieces of rows.
+    """
+
+    name: str
+    part: str
+    module: str
+    tensors: Mapping[str, Shape]
+    gathered: bool = False
+    row_blocks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor of a layer, or the rows `start:stop` of one."""
+
+    path: str  # module path of the parameter
+    key: str  # name in the checkpoint
+    shape: Shape
+    rows: tuple[int, int] | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A block with its place in the checkpoint. Every tensor belongs to exactly one layer,
+    except that a table tied to the head is gathered under its own name as well (`tied`)."""
+
+    name: str
+    block: str  # the architecture's block it is, or is a piece of
+    part: str
+    module: str  # module path of what runs it
+    weights: tuple[Weight, ...]
+    gathered: bool = False
+    tied: bool = False
+
+    def nbytes(self, dtype: Dtype) -> int:
+        """Bytes the layer takes when stored at `dtype`; a tied table counts at its owner."""
+        return 0 if self.tied else dtype.itemsize * sum(weight.numel for weight in self.weights)

@@ -1,0 +1,231 @@
+"""All that is known of a model without reading a weight."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from vlmrun.errors import CheckpointError
+from vlmrun.models.checkpoint import (
+    Checkpoint,
+    TensorInfo,
+    read_checkpoint,
+    read_json,
+    tensors_of,
+)
+from vlmrun.models.dtype import SAFETENSORS
+from vlmrun.models.families import family_of
+from vlmrun.models.family import Config, Family
+from vlmrun.models.layer import Block, Layer, Weight
+from vlmrun.models.shapes import Architecture
+from vlmrun.models.source import (
+    Source,
+    fetch_configuration,
+    fetch_headers,
+    fetch_model,
+    resolve_source,
+)
+
+CATALOGUE = Path(__file__).parent.parent / "data" / "catalogue.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model's source, configuration, family, tensors and layers."""
+
+    source: Source
+    config: Config
+    family: Family
+    architecture: Architecture
+    checkpoint: Checkpoint
+    layers: tuple[Layer, ...]
+    notes: tuple[str, ...] = ()
+
+    def layer(self, name: str) -> Layer:
+        return next(layer for layer in self.layers if layer.name == name)
+
+
+def open_source(
+    spec: str,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    progress: bool = False,
+    untested: bool = False,
+) -> tuple[Source, Config]:
+    """Bring a model's files to this machine, downloaded first where they must be, and read its
+    configuration. `progress` draws the download on stderr; `untested` lets any family pass.
+
+    Raises:
+        SourceError: it cannot be found or reached.
+        CheckpointError: its configuration cannot be read.
+        UnsupportedModel: no family runs it; said before a weight is downloaded.
+    """
+    source = resolve_source(spec, revision=revision, offline=offline)
+    if source.folder is None:
+        source = fetch_configuration(source)
+    assert source.folder is not None
+    config = read_json(source.folder / "config.json")
+    if not untested:
+        family_of(config)
+    if not source.complete:
+        source = fetch_model(source, progress=progress)
+    return source, config
+
+
+def describe_model(spec: str, *, revision: str | None = None, offline: bool = False) -> Model:
+    """Open a model for planning: what is not local is learned from the packaged catalogue or
+    from the hub's headers by range requests; no weight is read or downloaded."""
+    source = resolve_source(spec, revision=revision, offline=offline)
+    if source.complete:
+        return read_model(source)
+    known = read_catalogue().get(source.repo_id or "")
+    if known is not None and revision is None:
+        config, dtype = known["config"], str(known["dtype"])
+        checkpoint = shapes_only(family_of(config).architecture(config), dtype)
+        return assemble(source, config, checkpoint, "shapes from the packaged catalogue")
+    source = fetch_configuration(source)
+    assert source.folder is not None
+    config = read_json(source.folder / "config.json")
+    family_of(config)  # refused before any header is asked for
+    tensors: dict[str, TensorInfo] = {}
+    for header in fetch_headers(source).values():
+        tensors |= tensors_of(header, None, 0)
+    return assemble(source, config, Checkpoint(tensors), "headers read from the hub")
+
+
+def read_model(source: Source) -> Model:
+    """Read a complete local folder.
+
+    Raises:
+        CheckpointError: its files are damaged, incomplete or contradict each other.
+        UnsupportedModel: no family runs it.
+    """
+    assert source.folder is not None
+    config = read_json(source.folder / "config.json")
+    family_of(config)  # an unsupported model is refused before its files are looked at
+    checkpoint = read_checkpoint(source.folder)
+    return assemble(source, config, checkpoint, *checkpoint.notes)
+
+
+def assemble(source: Source, config: Config, checkpoint: Checkpoint, *notes: str) -> Model:
+    family = family_of(config)
+    architecture = family.architecture(config)
+    keys = match_keys(family, architecture, checkpoint)
+    layers = tuple(cut_layers(architecture, keys))
+    return Model(source, config, family, architecture, checkpoint, layers, notes)
+
+
+@lru_cache(maxsize=1)
+def read_catalogue() -> Mapping[str, Mapping[str, Config]]:
+    """Configurations and stored dtypes of the aliases, by hub id; made by a script."""
+    found: dict[str, dict[str, Config]] = json.loads(CATALOGUE.read_text(encoding="utf-8"))
+    return found
+
+
+def shapes_only(architecture: Architecture, dtype: str) -> Checkpoint:
+    """A checkpoint that holds exactly the architecture's tensors, nowhere on disk."""
+    stored = {str(name): spelled for spelled, name in SAFETENSORS.items()}[dtype]
+    return Checkpoint(
+        {
+            path: TensorInfo(stored, shape)
+            for block in architecture.blocks
+            for path, shape in block.tensors.items()
+            if path not in architecture.ties.values()
+        }
+    )
+
+
+def match_keys(
+    family: Family, architecture: Architecture, checkpoint: Checkpoint
+) -> dict[str, str]:
+    """Match the checkpoint's keys to the architecture's module paths: path -> key.
+
+    A parameter that shares its storage with another takes the key of whichever is there.
+
+    Raises:
+        CheckpointError: tensors are missing, surplus, misshapen, or two keys name one module
+            path; all of a kind are counted, the first few named.
+    """
+    keys: dict[str, str] = {}
+    for key in checkpoint.tensors:
+        if any(re.search(pattern, key) for pattern in family.ignored):
+            continue
+        path = module_path(family, key)
+        if path in keys:
+            raise CheckpointError(
+                f"{keys[path]} and {key} both hold {path}",
+                "the file mixes two spellings of one tensor; remove the one that is not meant",
+            )
+        keys[path] = key
+    for one, other in architecture.ties.items():
+        if one in keys or other in keys:
+            keys.setdefault(one, keys.get(other, ""))
+            keys.setdefault(other, keys[one])
+    expected = {path: s for block in architecture.blocks for path, s in block.tensors.items()}
+    complain(
+        "missing from the checkpoint",
+        sorted(expected.keys() - keys.keys()),
+        "the download is incomplete, or config.json is of another model",
+    )
+    complain(
+        "in the checkpoint that config.json does not account for",
+        sorted(keys[path] for path in keys.keys() - expected.keys()),
+        "config.json is of another model or another version",
+    )
+    wrong = [
+        f"{keys[path]} (is {list(checkpoint.tensors[keys[path]].shape)}, "
+        f"config.json needs {list(shape)})"
+        for path, shape in expected.items()
+        if checkpoint.tensors[keys[path]].shape != shape
+    ]
+    complain("of another shape", wrong, "config.json is of another model or another version")
+    return keys
+
+
+def module_path(family: Family, key: str) -> str:
+    for pattern, replacement in family.renames:
+        key = re.sub(pattern, replacement, key)
+    return key
+
+
+def complain(what: str, names: list[str], hint: str) -> None:
+    """Stop the load when there are any such tensors, naming the first three."""
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        noun = "tensor is" if len(names) == 1 else "tensors are"
+        raise CheckpointError(f"{len(names)} {noun} {what}: {', '.join(names[:3])}{more}", hint)
+
+
+def cut_layers(architecture: Architecture, keys: Mapping[str, str]) -> Iterable[Layer]:
+    """Layers in execution order. A matrix larger than the largest decoder block is cut into
+    row blocks no larger than it, so that everything that moves fits the same buffer."""
+    bound = largest_block(architecture)
+    for block in architecture.blocks:
+        weights = tuple(Weight(p, keys[p], shape) for p, shape in block.tensors.items())
+        if block.row_blocks:
+            yield from row_layers(block, weights[0], bound)
+        else:
+            tied = any(path in architecture.ties for path in block.tensors)
+            yield Layer(
+                block.name, block.name, block.part, block.module, weights, block.gathered, tied
+            )
+
+
+def largest_block(architecture: Architecture) -> int:
+    """Numbers in the largest block that always moves whole."""
+    movable = [b for b in architecture.blocks if not b.gathered and not b.row_blocks]
+    return max(sum(Weight("", "", shape).numel for shape in b.tensors.values()) for b in movable)
+
+
+def row_layers(block: Block, weight: Weight, bound: int) -> Iterable[Layer]:
+    rows, width = weight.shape
+    most = max(1, bound // width)  # rows of one piece
+    step = -(-rows // -(-rows // most))
+    for i, start in enumerate(range(0, rows, step)):
+        stop = min(rows, start + step)
+        module = f"{block.module}.blocks.{i}"
+        piece = Weight(f"{module}.weight", weight.key, (stop - start, width), (start, stop))
+        yield Layer(f"{block.name}.{i}", block.name, block.part, module, (piece,))

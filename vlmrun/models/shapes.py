@@ -1,0 +1,73 @@
+"""What the configuration says of an architecture, as plain numbers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from vlmrun.models.layer import Block
+
+
+@dataclass(frozen=True, slots=True)
+class VisionTower:
+    layers: int
+    width: int
+    mlp_width: int
+    heads: int
+    image_size: int
+    patch_size: int
+    channels: int
+    pooled: bool
+
+    @property
+    def tokens(self) -> int:
+        """Patches of one crop; rows and columns that do not fill a patch are not seen."""
+        return (self.image_size // self.patch_size) ** 2
+
+
+@dataclass(frozen=True, slots=True)
+class TextTower:
+    layers: int
+    width: int
+    mlp_width: int
+    heads: int
+    positions: int
+    vocabulary: int
+    projection: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    layers: int
+    width: int
+    mlp_width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a picture becomes crops: the resolutions (height, width) a single picture may be
+    fitted to, and how many tiles' worth of tokens it may cost at most."""
+
+    resolutions: tuple[tuple[int, int], ...]
+    max_tiles: int
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Everything of a model that follows from its configuration.
+
+    `ties` maps the module path of a parameter to the one it shares its storage with.
+    `feature_layers` are indices into the vision tower's hidden states (0 = embeddings) that
+    the decoder sees.
+    """
+
+    blocks: tuple[Block, ...]
+    vision: VisionTower | None = None
+    text: TextTower | None = None
+    decoder: Decoder | None = None
+    tiling: Tiling | None = None
+    feature_layers: tuple[int, ...] = ()
+    ties: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,173 @@
+"""Where a model comes from: an alias, a hub id, a folder or a packaged demo.
+
+What a spec means, first match wins:
+1. an alias or a packaged demo, even where a folder of that name lies in the working directory,
+   so that a name means the same model wherever a script runs; `./name` means the folder;
+2. a folder that exists;
+3. `owner/name`: a model on the hub, looked up in the user's own hub cache first.
+
+A model that is whole in the cache is used as it is: the hub is asked only for what is not there.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vlmrun.errors import CheckpointError, SourceError, UnsupportedModel, UsageError
+from vlmrun.models import hub
+from vlmrun.models.hub_cache import (
+    find_snapshot,
+    is_complete,
+    newest_snapshot,
+    repo_of_snapshot,
+)
+
+ALIASES: Mapping[str, str] = {
+    "siglip": "google/siglip-so400m-patch14-384",
+    "llava-onevision-0.5b": "llava-hf/llava-onevision-qwen2-0.5b-ov-hf",
+    "llava-onevision-7b": "llava-hf/llava-onevision-qwen2-7b-ov-hf",
+}
+DEMOS: Mapping[str, str] = {"demo": "demo-llava", "demo-siglip": "demo-siglip"}
+DATA = Path(__file__).parent.parent / "data"
+# The hub's own rule for names (huggingface_hub, validate_repo_id), with an owner.
+HUB_ID = re.compile(r"(?!.*(?:--|\.\.))\b[\w\-.]+\b/\b[\w\-.]{1,96}\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a model's files are. Nothing of them has been read."""
+
+    spec: str  # as the user wrote it
+    name: str  # alias, hub id or folder name, as rows print it
+    repo_id: str | None
+    revision: str | None  # the commit where it is known, else what was asked for
+    folder: Path | None  # holds at least config.json; None: nothing is local
+    complete: bool  # nothing is left to download; always so for a folder
+    offline: bool = False  # the network must not be asked
+
+
+def resolve_source(spec: str, *, revision: str | None = None, offline: bool = False) -> Source:
+    """Find a model's files on this machine; the network is not asked.
+
+    Raises:
+        SourceError: the spec names nothing: no alias, no folder, no possible hub id.
+        CheckpointError: the folder holds no config.json.
+        UnsupportedModel: the spec is a single file.
+        UsageError: a revision is asked of a folder.
+    """
+    if spec in DEMOS:
+        return _folder_source(spec, DATA / DEMOS[spec], revision)
+    if spec in ALIASES:
+        return _hub_source(spec, ALIASES[spec], revision, offline)
+    path = Path(os.path.expanduser(spec))
+    if spec and os.path.isdir(path):
+        return _folder_source(spec, path, revision)
+    if os.path.isfile(path):
+        raise _refuse_file(spec)
+    if HUB_ID.fullmatch(spec) and path.suffix != ".safetensors":
+        return _hub_source(spec, spec, revision, offline)
+    raise _unknown(spec)
+
+
+def fetch_configuration(source: Source) -> Source:
+    """Download the configuration, no weight, of a model on the hub; its folder is set after.
+
+    Raises:
+        SourceError: offline, or the hub cannot be reached or refuses.
+        CheckpointError: the repository holds no config.json.
+    """
+    repo_id = _repo_to_ask(source)
+    folder = hub.download_configuration(repo_id, source.revision)
+    return replace(source, folder=folder, revision=folder.name, complete=is_complete(folder))
+
+
+def fetch_headers(source: Source) -> dict[str, dict[str, object]]:
+    """Read the safetensors headers of a model on the hub by HTTP range requests.
+
+    Returns:
+        file name -> tensor name -> {"dtype", "shape", "data_offsets"}, as in the header.
+
+    Raises:
+        SourceError: offline, or the hub cannot be reached or refuses.
+        CheckpointError: a header is damaged, or the index names a file that is not there.
+        UnsupportedModel: the repository holds no safetensors weights.
+    """
+    return hub.read_headers(_repo_to_ask(source), source.revision)
+
+
+def fetch_model(source: Source, *, progress: bool) -> Source:
+    """Download what is not yet in the hub cache of a model: everything a run needs, no more.
+
+    `progress` shows the library's own bars and notes on stderr, if that is a terminal.
+    Files that are whole are kept when a download is cut; running it again goes on from there.
+
+    Raises:
+        SourceError: offline, the hub cannot be reached or refuses, the disk is full.
+        CheckpointError: no config.json, or the index names a file that is not there.
+        UnsupportedModel: the repository holds no safetensors weights.
+    """
+    folder = hub.download_model(_repo_to_ask(source), source.revision, progress=progress)
+    return replace(source, folder=folder, revision=folder.name, complete=True)
+
+
+def _hub_source(spec: str, repo_id: str, revision: str | None, offline: bool) -> Source:
+    offline = offline or hub.network_is_off()
+    snapshot = find_snapshot(repo_id, revision)
+    if snapshot is None or not os.path.isfile(snapshot / "config.json"):
+        return Source(spec, spec, repo_id, revision, None, False, offline)
+    return Source(spec, spec, repo_id, snapshot.name, snapshot, is_complete(snapshot), offline)
+
+
+def _folder_source(spec: str, folder: Path, revision: str | None) -> Source:
+    if revision is not None:
+        raise UsageError(
+            f"{spec} is a folder, which has no revisions",
+            "leave out --revision, or give the model's id on the hub",
+        )
+    if not os.path.isfile(folder / "config.json"):
+        raise CheckpointError(f"{folder} holds no config.json", _what_folder_is_meant(folder))
+    if spec in DEMOS:
+        return Source(spec, spec, None, None, folder, True)
+    cached = repo_of_snapshot(folder)
+    if cached is not None:
+        return Source(spec, cached, cached, folder.name, folder, True)
+    return Source(spec, os.path.basename(os.path.abspath(folder)), None, None, folder, True)
+
+
+def _what_folder_is_meant(folder: Path) -> str:
+    snapshot = newest_snapshot(folder)
+    if snapshot is not None:
+        return f"it is a hub cache entry; the model lies in {snapshot}"
+    return "give the folder that holds config.json, the weights and the processor's files"
+
+
+def _repo_to_ask(source: Source) -> str:
+    """The hub id, when the network may be asked for it."""
+    assert source.repo_id is not None, "a folder is complete"
+    if source.offline:
+        raise hub.not_cached(source.repo_id, partly=source.folder is not None)
+    return source.repo_id
+
+
+def _refuse_file(spec: str) -> SourceError | UnsupportedModel:
+    if spec.endswith(".safetensors"):
+        return UnsupportedModel(
+            f"{spec} is a single file, and single files are not read yet",
+            "give the folder that holds it beside its config.json",
+        )
+    return SourceError(f"{spec} is a file, not a model", "give the folder that holds config.json")
+
+
+def _unknown(spec: str) -> SourceError:
+    if "/" in spec or "\\" in spec or spec.startswith(("~", ".")) or spec.endswith(".safetensors"):
+        return SourceError(
+            f"no such folder: {spec}",
+            "a model is a folder that exists, an alias, or owner/name on the hub",
+        )
+    return SourceError(
+        f"unknown model {spec!r}",
+        f"aliases: {', '.join(ALIASES)}; packaged: {', '.join(DEMOS)}; "
+        "else a folder, or owner/name on the hub",
+    )
