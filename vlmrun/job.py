@@ -1,0 +1,68 @@
+"""A run, described in full by plain values: what a flag said, never what was made of it."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is asked of a picture; a name tells several captions of one picture apart."""
+
+    text: str
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """How tokens are chosen. Temperature 0 is greedy; then top_p, top_k and seed do nothing."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placing:
+    """Where a model comes from, how it is stored, and the memory it may take."""
+
+    model: str
+    revision: str | None = None
+    offline: bool = False
+    dtype: str = "auto"
+    compute_dtype: str = "auto"
+    device: str = "auto"
+    ram: str | None = None
+    vram: str | None = None
+    resident: str | None = None
+    batch_size: int | None = None
+    allow_untested: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A picklable description of a run.
+
+    images: paths in output order; `-` stands for the bytes in `stdin_image`.
+    prompts: empty = the family's own.
+    normalize: None = unit length for pooled vectors, as they are otherwise.
+    """
+
+    task: Literal["caption", "embed"]
+    placing: Placing
+    images: tuple[str, ...] = ()
+    stdin_image: bytes | None = None
+    background: tuple[int, int, int] = (255, 255, 255)
+    max_pixels: int = 178_956_970
+    frame: int = 0
+    texts: tuple[str, ...] = ()
+    prompts: tuple[Prompt, ...] = ()
+    system: str = ""
+    detail: Literal["high", "low"] = "high"
+    generation: Generation = field(default_factory=Generation)
+    prefix: str = ""
+    suffix: str = ""
+    output_kind: str = "pooled"
+    normalize: bool | None = None

@@ -1,0 +1,133 @@
+"""From a job and a model to a plan: the one path that `mem-plan` and every run share."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from vlmrun.errors import UnsupportedModel
+from vlmrun.job import Job, Placing
+from vlmrun.memory.budget import Budget, cpu_features, find_device, read_budget
+from vlmrun.memory.plan import MAX_BATCH, Plan, Storage, make_plan
+from vlmrun.memory.working import Workload
+from vlmrun.models.dtype import Dtype, parse_dtype, resolve_dtype
+from vlmrun.models.family import ImageCost, Phase
+from vlmrun.models.model import Model
+
+Size = tuple[int, int]
+
+TEMPLATE_TOKENS = 64  # role markers and line breaks that a chat template adds
+NATIVE = {
+    Dtype.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
+    Dtype.float16: ("avx512_fp16", "amx_fp16"),
+}
+
+
+def plan_job(model: Model, job: Job, sizes: Sequence[Size]) -> Plan:
+    """Plan a job; `sizes` are the (width, height) of its pictures, read from their headers.
+
+    Without pictures the plan is for one of the tower's own size, and says so.
+
+    Raises:
+        UsageError: flags contradict each other or the model.
+        UnsupportedModel: the model cannot give this kind of output.
+    """
+    if model.family.task != job.task:
+        other = "embed" if job.task == "caption" else "caption"
+        raise UnsupportedModel(
+            f"{model.source.name} is a {model.family.name} model, made for vlmrun {other}",
+            f"choose another --model for {job.task}, or use vlmrun {other}",
+        )
+    phases = used_phases(model, job)
+    storage = decide_storage(model, job.placing, phases)
+    budget = read_budget(job.placing.ram, job.placing.vram, device=storage.device)
+    load = describe(model, job, phases, sizes)
+    if job.placing.batch_size is not None:
+        return planned(model, load, job.placing.batch_size, storage, budget, job.placing)
+    return largest_batch(model, load, storage, budget, job.placing)
+
+
+def used_phases(model: Model, job: Job) -> dict[Phase, tuple[str, ...]]:
+    """Phases and blocks the job runs: a job without texts leaves the text tower alone."""
+    kind = job.output_kind
+    phases = dict(model.family.phases(model.architecture, kind))
+    if job.task == "caption":
+        return phases
+    if job.texts and "text" not in phases:
+        reason = "it has no text tower" if model.architecture.text is None else f"not as {kind}"
+        raise UnsupportedModel(
+            f"{model.source.name} cannot embed texts: {reason}",
+            "texts are embedded as pooled vectors by models with both towers",
+        )
+    wanted = {"text": bool(job.texts), "vision": bool(job.images) or not job.texts}
+    return {phase: blocks for phase, blocks in phases.items() if wanted[phase]}
+
+
+def decide_storage(model: Model, placing: Placing, phases: dict[Phase, tuple[str, ...]]) -> Storage:
+    """Decide dtype, compute dtype and device once; everything later carries them."""
+    blocks = {block for names in phases.values() for block in names}
+    keys = {w.key for layer in model.layers if layer.block in blocks for w in layer.weights}
+    stored = model.checkpoint.stored_bytes(sorted(keys))
+    dtype, dtype_reason = resolve_dtype(parse_dtype(placing.dtype), stored)
+    device, device_reason = find_device(placing.device)
+    compute, reason = resolve_compute_dtype(parse_dtype(placing.compute_dtype), dtype, device)
+    return Storage(dtype, dtype_reason, compute, reason, device, device_reason)
+
+
+def resolve_compute_dtype(
+    requested: Dtype | None, stored: Dtype, device: str, features: frozenset[str] | None = None
+) -> tuple[Dtype, str]:
+    """Choose the dtype arithmetic runs in: the stored one where the device has units for it,
+    float32 elsewhere, because a CPU without them computes halves 6-10 times slower."""
+    if requested is not None:
+        return requested, "asked for"
+    if stored is Dtype.float32:
+        return stored, "as stored"
+    if device != "cpu":
+        return stored, "a GPU computes halves natively"
+    found = cpu_features() if features is None else features
+    units = sorted(found.intersection(NATIVE[stored]))
+    if units:
+        return stored, f"this CPU has {stored} units ({units[0]})"
+    return Dtype.float32, f"this CPU has no {stored} units"
+
+
+def describe(
+    model: Model, job: Job, phases: dict[Phase, tuple[str, ...]], sizes: Sequence[Size]
+) -> Workload:
+    """The largest of everything the job will meet, and how many batches' worth there is."""
+    vision = model.architecture.vision
+    side = vision.image_size if vision is not None else 0
+    known = list(sizes) or [(side, side)]
+    costs = [model.family.image_cost(model.architecture, w, h, job.detail) for w, h in known]
+    prompts = job.prompts or ()
+    longest = max([len(p.text.encode()) for p in prompts] or [len(model.family.default_prompt)])
+    caption = job.task == "caption"
+    return Workload(
+        phases=phases,
+        count=max(len(job.images) * max(1, len(prompts)), len(job.texts), 1),
+        image=ImageCost(max(c.crops for c in costs), max(c.tokens for c in costs)),
+        image_pixels=max(width * height for width, height in known),
+        prompt_tokens=longest + len(job.system.encode()) + TEMPLATE_TOKENS if caption else 0,
+        new_tokens=job.generation.max_new_tokens if caption else 0,
+        picture_known=bool(sizes),
+    )
+
+
+def planned(
+    model: Model, load: Workload, batch: int, storage: Storage, budget: Budget, placing: Placing
+) -> Plan:
+    sized = replace(load, batch_size=batch)
+    return make_plan(model, sized, storage=storage, budget=budget, resident=placing.resident)
+
+
+def largest_batch(
+    model: Model, load: Workload, storage: Storage, budget: Budget, placing: Placing
+) -> Plan:
+    """The batch of up to 8 that fits with the fewest weights crossing per row, the largest of
+    equals: where all weights stay for one row, they stay for the batch; where they do not, a
+    batch shares each crossing as long as it does not push out more than that saves."""
+    sizes = range(min(MAX_BATCH, load.count), 0, -1)
+    plans = [planned(model, load, batch, storage, budget, placing) for batch in sizes]
+    return min(
+        [plan for plan in plans if plan.fits] or plans[-1:],
+        key=lambda plan: plan.crossing_bytes / plan.workload.batch_size,
+    )
