@@ -1,0 +1,81 @@
+"""Embeddings: position tables, patches, and token tables whose rows are gathered where they lie."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+RowReader = Callable[[list[int]], Tensor]
+
+
+class CastEmbedding(nn.Module):
+    """A small table, resident while it is used; gives rows in `compute_dtype`."""
+
+    weight: Tensor
+
+    def __init__(self, rows: int, width: int, *, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width), requires_grad=False)
+        self.compute_dtype = compute_dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return functional.embedding(ids, self.weight).to(self.compute_dtype)
+
+
+class TokenTable(nn.Module):
+    """A token table that is never loaded: the rows a text needs are read from the checkpoint.
+
+    `read_rows` (set when the model is loaded) gives rows by index, at the dtype weights are
+    stored in; a prompt touches few of the table's hundreds of megabytes.
+    """
+
+    def __init__(self, width: int, *, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.width = width
+        self.compute_dtype = compute_dtype
+        self.read_rows: RowReader | None = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        assert self.read_rows is not None
+        unique, places = torch.unique(ids, return_inverse=True)
+        rows = self.read_rows(unique.tolist()).to(ids.device, self.compute_dtype)
+        return rows[places]  # [..., width]
+
+
+class PatchEmbedding(nn.Module):
+    """SigLIP's patch and position embedding (transformers' SiglipVisionEmbeddings), computed in
+    `compute_dtype`: the stock module rounds pixels to the dtype of the stored weight."""
+
+    def __init__(
+        self, *, channels: int, width: int, patch_size: int, positions: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.patch_embedding = CastPatches(channels, width, patch_size, dtype)
+        self.position_embedding = CastEmbedding(positions, width, compute_dtype=dtype)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        patches = self.patch_embedding(pixel_values).flatten(2).transpose(1, 2)  # [B, N, D]
+        positions = torch.arange(patches.shape[1], device=patches.device)
+        embedded: Tensor = patches + self.position_embedding(positions)
+        return embedded
+
+
+class CastPatches(nn.Module):
+    """A convolution whose stride is its kernel: one linear map per patch."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self, channels: int, width: int, patch: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        shape = (width, channels, patch, patch)
+        self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(width), requires_grad=False)
+        self.patch = patch
+        self.compute_dtype = dtype
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        dtype = self.compute_dtype
+        weight, bias = self.weight.to(dtype), self.bias.to(dtype)
+        return functional.conv2d(pixels.to(dtype), weight, bias, stride=self.patch)
