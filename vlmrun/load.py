@@ -1,0 +1,152 @@
+"""From a plan to a model that can be used: skeleton, swapped layers, reader, cache entry."""
+
+import torch
+from torch import nn
+
+from vlmrun.errors import CheckpointError, UnsupportedModel
+from vlmrun.memory.cached_model import CachedModelWithPartialLoad
+from vlmrun.memory.plan import Plan
+from vlmrun.models.checkpoint import TensorInfo
+from vlmrun.models.family import contradiction
+from vlmrun.models.layer import Weight
+from vlmrun.models.model import Model
+from vlmrun.models.quiet import quiet_transformers
+from vlmrun.models.reading import WeightReader, torch_dtype
+from vlmrun.nn.embedding import CastEmbedding, TokenTable
+from vlmrun.nn.linear import CastLinear, RowBlocks
+from vlmrun.nn.swap import swap_layers
+
+COMPARE_ROWS = 1024
+
+
+def load(model: Model, plan: Plan) -> CachedModelWithPartialLoad:
+    """Build the module on meta and make it ready to bind layers; weights are read on use.
+
+    Raises:
+        CheckpointError: tensors that the configuration ties differ in the file, or it holds a
+            value that no such module can have.
+        UnsupportedModel: a layer of the module has no class that casts on the fly.
+    """
+    with WeightReader() as reader:
+        check_ties(model, reader)
+    reader = WeightReader()
+    compute_dtype = torch_dtype(plan.storage.compute_dtype)
+    module = build_skeleton(model)
+    with torch.device("meta"):
+        swap_layers(module, compute_dtype)
+        cut_heads(module, model)
+    gather_tables(module, model, plan, reader)
+    materialise_buffers(module, plan.storage.device)
+    return CachedModelWithPartialLoad(module.eval(), model, plan, reader)
+
+
+def build_skeleton(model: Model) -> nn.Module:
+    """The stock module on meta, attention through PyTorch's fused kernel.
+
+    Raises:
+        CheckpointError: the configuration holds a value that no such module can have.
+    """
+    import transformers  # late: lazy itself, and half a second where it is not needed
+
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            config_class = transformers.CONFIG_MAPPING[model.config["model_type"]]
+            config = config_class.from_dict(dict(model.config), attn_implementation="sdpa")
+            module: nn.Module = getattr(transformers, model.family.model_class)(config)
+    except Exception as error:  # configurations and modules raise nothing narrower
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise contradiction(f"transformers builds no model from it: {reason}") from error
+    return module
+
+
+def cut_heads(module: nn.Module, model: Model) -> None:
+    """Replace a matrix that the model's layers cut into row blocks by its pieces."""
+    for block in model.architecture.blocks:
+        if not block.row_blocks:
+            continue
+        whole = module.get_submodule(block.module)
+        assert isinstance(whole, CastLinear)
+        pieces = [layer.weights[0].shape[0] for layer in model.layers if layer.block == block.name]
+        module.set_submodule(block.module, RowBlocks(whole.weight.shape[1], pieces))
+
+
+def gather_tables(module: nn.Module, model: Model, plan: Plan, reader: WeightReader) -> None:
+    """Replace token tables by ones that read rows from the checkpoint."""
+    dtype = torch_dtype(plan.storage.dtype)
+    for layer in model.layers:
+        if not layer.gathered:
+            continue
+        stock = module.get_submodule(layer.module)
+        assert isinstance(stock, CastEmbedding)
+        weight = layer.weights[0]
+        info = model.checkpoint.tensors[weight.key]
+
+        def read_rows(
+            ids: list[int], info: TensorInfo = info, key: str = weight.key
+        ) -> torch.Tensor:
+            return reader.read_rows(info, ids, dtype, key)
+
+        table = TokenTable(weight.shape[1], compute_dtype=stock.compute_dtype)
+        table.read_rows = read_rows
+        module.set_submodule(layer.module, table)
+
+
+def materialise_buffers(module: nn.Module, device: str) -> None:
+    """Give buffers that no file holds (rotary frequencies) their values, in float32.
+
+    transformers' `_init_weights` is where its model classes compute them.
+
+    Raises:
+        UnsupportedModel: a buffer stays without a value.
+    """
+    for name, owner in module.named_modules():
+        buffers = dict(owner.named_buffers(recurse=False))
+        if not any(buffer.is_meta for buffer in buffers.values()):
+            continue
+        for key, buffer in buffers.items():
+            unset = float("nan") if buffer.is_floating_point() else -1
+            filled = torch.full_like(buffer, unset, device=device)
+            owner.register_buffer(key, filled, persistent=False)
+        module._init_weights(owner)  # type: ignore[operator]
+        for key, buffer in owner.named_buffers(recurse=False):
+            if not (buffer >= 0).all():
+                raise UnsupportedModel(
+                    f"the value of the buffer {name}.{key} is not known",
+                    "install a version of transformers that vlmrun was tested with",
+                )
+
+
+def check_ties(model: Model, reader: WeightReader) -> None:
+    """Where a file holds both of two tied tensors, they must be the same.
+
+    Raises:
+        CheckpointError: they differ, so either the file or the configuration is wrong.
+    """
+    weights = {weight.path: weight for layer in model.layers for weight in layer.weights}
+    for one in model.architecture.ties:
+        table = weights[one]
+        pieces = [w for w in weights.values() if w.rows is not None and w.key != table.key]
+        for piece in pieces:
+            if not same_rows(table, piece, model, reader):
+                raise CheckpointError(
+                    f"config.json ties {table.key} and {piece.key}, but they differ in the file",
+                    "set tie_word_embeddings to false, or remove the tensor that is not meant",
+                )
+
+
+def same_rows(table: Weight, piece: Weight, model: Model, reader: WeightReader) -> bool:
+    assert piece.rows is not None
+    one, other = (model.checkpoint.tensors[w.key] for w in (table, piece))
+    if one.dtype != other.dtype:
+        return False
+    for start in range(*piece.rows, COMPARE_ROWS):
+        rows = (start, min(start + COMPARE_ROWS, piece.rows[1]))
+        shape = (rows[1] - rows[0], table.shape[1])
+        read = []
+        for info, weight in ((one, table), (other, piece)):
+            out = torch.empty(shape, dtype=torch.float32)
+            reader.read_into(out, info, name=weight.key, rows=rows)
+            read.append(out)
+        if not torch.equal(*read):
+            return False
+    return True
