@@ -1,0 +1,139 @@
+"""The batches of a `caption` job: files in, one row per picture and prompt out."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from PIL.Image import Image
+
+from vlmrun.errors import ImageError
+from vlmrun.files.rows import Caption, Failure
+from vlmrun.job import Job, Prompt
+from vlmrun.memory.cached_model import CachedModelWithPartialLoad
+from vlmrun.memory.plan import Plan
+from vlmrun.models.model import Model
+from vlmrun.tasks.caption import Pictures, encode_pictures
+from vlmrun.tasks.decode import Decoded, DecodeRow, decode
+from vlmrun.tasks.preprocess import CaptionPreprocessor
+from vlmrun.tasks.samples import (
+    Batch,
+    Sample,
+    batched,
+    decode_options,
+    failure,
+    inputs_of,
+    notes_of,
+    overflowed,
+    read_sample,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A picture's crops, and for every prompt the token ids that ask about it."""
+
+    pictures: Pictures
+    input_ids: tuple[tuple[int, ...], ...]
+
+
+Asked = Sample[Question]
+
+
+class Captioner:
+    """Captions a job's pictures; every batch comes with its notes.
+
+    Several prompts about one picture share one pass through the vision tower.
+    """
+
+    def __init__(
+        self, job: Job, model: Model, plan: Plan, entry: CachedModelWithPartialLoad
+    ) -> None:
+        assert model.architecture.decoder is not None
+        self._job = job
+        self._decoder = model.architecture.decoder
+        self._model = model
+        self._plan = plan
+        self._entry = entry
+        self._preprocess = CaptionPreprocessor(model)
+        self._prompts = job.prompts or (Prompt(model.family.default_prompt),)
+
+    def batches(self) -> Iterator[Batch]:
+        options = decode_options(self._job)
+        numbered = list(enumerate(inputs_of(self._job)))
+        rows_at_once = self._plan.workload.batch_size
+        for group in batched(numbered, max(1, rows_at_once // len(self._prompts))):
+            start = time.perf_counter()
+            found = [read_sample(i, image, options, cut=self._cut) for i, image in group]
+            asked = [item for item in found if not isinstance(item, Failure)]
+            answers = iter(self._answer(asked))
+            each = (time.perf_counter() - start) * 1000 / len(group)
+            rows = [
+                (item,)
+                if isinstance(item, Failure)
+                else tuple(self._rows(item, next(answers), each))
+                for item in found
+            ]
+            failed = sum(any(isinstance(row, Failure) for row in own) for own in rows)
+            yield Batch(
+                tuple(row for own in rows for row in own),
+                done=len(rows) - failed,
+                failed=failed,
+                notes=notes_of(asked),
+            )
+
+    def _cut(self, image: Image) -> Question:
+        """Raises ImageError where the decoder has no room for what the picture costs."""
+        pictures = self._preprocess.pictures([image], detail=self._job.detail)
+        system = self._job.system
+        ids = [self._preprocess.input_ids(p.text, pictures, system=system) for p in self._prompts]
+        longest = max(map(len, ids))
+        if longest >= self._decoder.positions:
+            raise ImageError(
+                f"takes {longest} tokens with its prompt, "
+                f"the model has {self._decoder.positions} positions; "
+                "use --detail low or a shorter prompt"
+            )
+        return Question(pictures, tuple(ids))
+
+    def _answer(self, asked: Sequence[Asked]) -> list[list[Decoded]]:
+        """Generate for every picture, in order, and for every prompt, in order."""
+        if not asked:
+            return []
+        pictures = [sample.pixels.pictures for sample in asked]
+        features = encode_pictures(self._entry, self._model.architecture, pictures)
+        rows = [
+            DecodeRow(ids, encoded, seed=sample.index)
+            for sample, encoded in zip(asked, features, strict=True)
+            for ids in sample.pixels.input_ids
+        ]
+        decoded: list[Decoded] = []
+        for group in batched(rows, self._plan.workload.batch_size):
+            decoded += decode(
+                self._entry,
+                self._decoder,
+                group,
+                vocabulary=self._preprocess.vocabulary,
+                generation=self._job.generation,
+            )
+        return list(batched(decoded, len(self._prompts)))
+
+    def _rows(
+        self, sample: Asked, answers: Sequence[Decoded], ms: float
+    ) -> Iterator[Caption | Failure]:
+        for prompt, answer in zip(self._prompts, answers, strict=True):
+            if not answer.finite:
+                yield failure(overflowed(), path=sample.path)
+                continue
+            yield Caption(
+                path=sample.path,
+                prompt=prompt.text,
+                caption=f"{self._job.prefix}{answer.text.strip()}{self._job.suffix}",
+                model=self._model.source.name,
+                revision=self._model.source.revision,
+                dtype=self._plan.storage.dtype,
+                tokens=len(answer.tokens),
+                finish=answer.finish,
+                ms=ms,
+                sha256=sample.sha256,
+                prompt_name=prompt.name,
+            )

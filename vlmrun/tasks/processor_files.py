@@ -1,0 +1,198 @@
+"""What the files beside the weights say: tokenizer, chat template, settings of the processors."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers.generation.configuration_utils import GenerationConfig
+from transformers.models.auto.tokenization_auto import AutoTokenizer
+
+from vlmrun.errors import CheckpointError, UsageError
+from vlmrun.models.checkpoint import read_json
+from vlmrun.models.model import Model
+from vlmrun.models.quiet import quiet_transformers
+
+COPY = "copy it from where the model comes from"
+OTHER_MODEL = "the files are of different models or versions; download them again"
+IMAGE_TOKEN, IMAGE_TOKEN_ID = "<image>", 151646  # where OneVision's files leave them out
+VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json")
+
+
+def read_optional(folder: Path, name: str) -> Mapping[str, Any]:
+    """A JSON file of the folder; empty where there is none."""
+    return read_json(folder / name) if (folder / name).exists() else {}
+
+
+def read_image_settings(folder: Path) -> tuple[str, Mapping[str, Any]]:
+    """The file that holds the image processor's settings, and the settings.
+
+    Files written by transformers 5 nest them in processor_config.json, which goes first there.
+
+    Raises:
+        CheckpointError: neither file holds any.
+    """
+    nested = read_optional(folder, "processor_config.json").get("image_processor")
+    if isinstance(nested, dict):
+        return "processor_config.json", nested
+    settings = read_optional(folder, "preprocessor_config.json")
+    if not settings:
+        raise CheckpointError("preprocessor_config.json is missing", COPY)
+    return "preprocessor_config.json", settings
+
+
+def load_tokenizer(folder: Path, *, default: str) -> Any:
+    """The tokenizer of a folder, of the class that tokenizer_config.json names, else `default`.
+
+    Raises:
+        CheckpointError: its files are missing or damaged.
+    """
+    settings = read_optional(folder, "tokenizer_config.json")
+    kind = str(settings.get("tokenizer_class") or default).removesuffix("Fast")
+    if kind == "SiglipTokenizer" and not (folder / "spiece.model").exists():
+        raise CheckpointError(
+            "spiece.model is missing, which a SiglipTokenizer reads",
+            f"{COPY}; with tokenizer.json alone, tokenizer_config.json must name another class",
+        )
+    if not any((folder / name).exists() for name in VOCABULARIES):
+        raise CheckpointError("tokenizer.json is missing", COPY)
+    longest = settings.get("model_max_length")
+    if not isinstance(longest, int | float | None):
+        raise CheckpointError(
+            f"tokenizer_config.json: model_max_length is {longest!r}, not a number", COPY
+        )
+    try:
+        with quiet_transformers():
+            return AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:  # `tokenizers` raises nothing narrower
+        raise CheckpointError(f"the tokenizer cannot be read: {one_line(error)}", COPY) from error
+
+
+def read_template(folder: Path, tokenizer: Any) -> str:
+    """The chat template, from the first place that has one, in transformers' order.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    template = read_optional(folder, "processor_config.json").get("chat_template")
+    template = template or read_optional(folder, "chat_template.json").get("chat_template")
+    # The tokenizer has read chat_template.jinja, else tokenizer_config.json.
+    template = template or tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not isinstance(template, str):
+        raise CheckpointError("chat_template.jinja is missing", COPY)
+    return template
+
+
+def check_tiling(model: Model) -> None:
+    """Hold the processor's files to what config.json says of tiles and tokens.
+
+    Raises:
+        CheckpointError: they disagree.
+    """
+    folder, vision = model.source.folder, model.architecture.vision
+    tiling = model.architecture.tiling
+    assert folder is not None
+    assert vision is not None
+    assert tiling is not None
+    processor = read_optional(folder, "processor_config.json")
+    file, settings = read_image_settings(folder)
+    for name, given, expected in (
+        ("image_grid_pinpoints", settings, [list(pair) for pair in tiling.resolutions]),
+        ("num_image_tokens", processor, vision.tokens),
+        ("vision_aspect_ratio", processor, f"anyres_max_{tiling.max_tiles}"),
+        ("vision_feature_select_strategy", processor, "full"),
+    ):
+        if given.get(name) not in (None, expected):
+            where = file if given is settings else "processor_config.json"
+            raise CheckpointError(f"{where} and config.json disagree on {name}", OTHER_MODEL)
+
+
+def read_image_token(model: Model, tokenizer: Any) -> tuple[str, int]:
+    """The token that stands for a picture, and its id.
+
+    Raises:
+        CheckpointError: config.json and the tokenizer disagree on the id.
+    """
+    assert model.source.folder is not None
+    processor = read_optional(model.source.folder, "processor_config.json")
+    token = getattr(tokenizer, "image_token", None) or processor.get("image_token") or IMAGE_TOKEN
+    config = model.config
+    expected = config.get("image_token_index", config.get("image_token_id", IMAGE_TOKEN_ID))
+    found = tokenizer.convert_tokens_to_ids(token)
+    if found != expected:
+        raise CheckpointError(
+            f"config.json: image_token_index is {expected}, "
+            f"but the tokenizer has {token} as {found}",
+            OTHER_MODEL,
+        )
+    return str(token), int(expected)
+
+
+def read_generation_settings(folder: Path) -> GenerationConfig:
+    """generation_config.json, or the defaults of transformers where there is none.
+
+    Raises:
+        CheckpointError: it holds settings that transformers refuses.
+    """
+    settings = read_optional(folder, "generation_config.json")
+    try:
+        with quiet_transformers():
+            return GenerationConfig.from_dict(dict(settings))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"generation_config.json cannot be read: {one_line(error)}", COPY
+        ) from error
+
+
+def read_stop_ids(model: Model, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an answer, from the first file that names any.
+
+    Raises:
+        CheckpointError: none does, or what it names is no token of the model's.
+    """
+    folder, decoder = model.source.folder, model.architecture.decoder
+    assert folder is not None
+    assert decoder is not None
+    named = (
+        ("generation_config.json", read_optional(folder, "generation_config.json")),
+        ("config.json", model.config),
+        ("config.json", model.config.get("text_config") or {}),
+        ("tokenizer_config.json", {"eos_token_id": tokenizer.eos_token_id}),
+    )
+    found = ((file, settings.get("eos_token_id")) for file, settings in named)
+    file, ids = next(((file, ids) for file, ids in found if ids not in (None, [])), ("", None))
+    if ids is None:
+        raise CheckpointError("no file names the token that ends an answer", COPY)
+    stops = ids if isinstance(ids, list) else [ids]
+    if not all(type(stop) is int and 0 <= stop < decoder.vocabulary for stop in stops):
+        raise CheckpointError(
+            f"{file}: eos_token_id is {ids!r}, and the model has tokens 0 to "
+            f"{decoder.vocabulary - 1}",
+            COPY,
+        )
+    return frozenset(stops)
+
+
+def check_text(what: str, text: str) -> None:
+    """Refuse text that no tokenizer takes: bytes of a shell or a file that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the {what} {text!r} is not valid UTF-8", "convert it first") from error
+
+
+def check_vocabulary(highest: int, vocabulary: int) -> None:
+    """Hold a token id to the rows of the model's table."""
+    if highest >= vocabulary:
+        raise CheckpointError(
+            f"the tokenizer gives id {highest}, and the model has {vocabulary} tokens",
+            OTHER_MODEL,
+        )
+
+
+def one_line(error: Exception) -> str:
+    """The first line of a foreign error."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
