@@ -1,0 +1,58 @@
+"""The installed command: one run of each, a closed pipe, an interruption."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = shutil.which("vlmrun", path=Path(sys.executable).parent) or "vlmrun"
+
+
+def test_embed_is_installed(pictures: Path) -> None:
+    command = [PROGRAM, "embed", "-m", "demo-siglip", pictures / "elephant.png"]
+    done = subprocess.run(command, capture_output=True, check=True)
+    assert len(json.loads(done.stdout)["embedding"]) > 1
+    assert done.stderr == b""
+
+
+def test_mem_plan_is_installed() -> None:
+    done = subprocess.run([PROGRAM, "mem-plan", "-m", "demo", "--ram", "9MiB"], capture_output=True)
+    assert done.returncode == 4
+    assert b"does not fit" in done.stdout
+
+
+def test_a_closed_pipe_ends_caption_quietly(pictures: Path) -> None:
+    script = f'"$0" caption -m demo -b 1 {pictures} | head -n 1'
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", script, PROGRAM], capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.endswith(b"\ta cat face to the left of a banana\n")
+
+
+def test_a_closed_pipe_ends_help_and_plans_quietly() -> None:
+    for words in ("--help", "mem-plan -m demo --layers"):
+        script = f'"$0" {words} | true'
+        done = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", script, PROGRAM], capture_output=True
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT])
+def test_an_interruption_keeps_whole_rows(pictures: Path, tmp_path: Path, signum: int) -> None:
+    listed = tmp_path / "list"
+    listed.write_text(f"{pictures / 'elephant.png'}\n" * 5000)
+    command = [PROGRAM, "caption", "-m", "demo", "-b", "1", "--files-from", listed]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        first = run.stdout.readline()
+        run.send_signal(signum)
+        rest, told = run.communicate()
+    assert run.returncode == 128 + signum
+    rows = (first + rest).decode().splitlines(keepends=True)
+    assert set(rows) == {f"{pictures / 'elephant.png'}\tan elephant\n"}
+    assert b"ending after the batch in flight" in told
+    assert f"vlmrun: {len(rows)} done, 0 failed, {5000 - len(rows)} not tried\n" in told.decode()

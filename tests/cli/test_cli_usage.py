@@ -1,0 +1,308 @@
+"""What every command shares: help, bad usage, streams that are closed, errors in two lines."""
+
+import os
+import sys
+from io import TextIOWrapper
+from pathlib import Path
+
+import pytest
+from commands import Command
+
+import vlmrun as package
+from vlmrun.cli import main
+
+COMMANDS = ("caption", "embed", "mem-plan")
+PICTURE = Path(package.__file__).parent / "data/pictures/elephant.png"
+NOT_BUILT = [
+    "--threads",
+    "--attention",
+    "--limit",
+    "--shard",
+    "-n",
+    "--dry-run",
+    "--max-errors",
+    "--sidecar",
+    "--schema",
+    "--resume",
+]
+
+
+def test_help_names_the_commands(vlmrun: Command) -> None:
+    done = vlmrun("--help")
+    assert done.code == 0
+    assert all(name in done.text for name in COMMANDS)
+    assert not any(name in done.text for name in ("models", "doctor", "serve"))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_groups_its_flags(vlmrun: Command, command: str) -> None:
+    done = vlmrun(command, "-h")
+    assert (done.code, done.err) == (0, "")
+    assert all(f"─ {panel} ─" in done.text for panel in ("Input", "Model", "Memory", "Output"))
+    assert "--ram" in done.text
+
+
+def test_without_arguments_help_goes_to_stderr(vlmrun: Command) -> None:
+    done = vlmrun()
+    assert (done.code, done.out) == (2, b"")
+    assert "Usage: vlmrun" in done.err
+
+
+def test_version(vlmrun: Command) -> None:
+    assert vlmrun("--version").text == f"vlmrun {package.__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("flag", NOT_BUILT)
+def test_flags_that_are_not_built_are_not_accepted(
+    vlmrun: Command, command: str, flag: str
+) -> None:
+    done = vlmrun(command, flag, "1")
+    assert done.code == 2
+    assert f"No such option: {flag}" in done.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["fly"], "No such command 'fly'"),
+        (["models"], "No such command"),
+        (["doctor"], "No such command"),
+        (["caption", "--max-new-tokens", "0"], "greater than or equal to 1"),
+        (["caption", "--temperature", "-1"], "greater than or equal to 0"),
+        (["caption", "--temperature", "nan"], "--temperature"),
+        (["caption", "--temperature", "inf"], "--temperature inf"),
+        (["caption", "--top-p", "0"], "--top-p 0: not in (0, 1]"),
+        (["caption", "--top-p", "1.5"], "--top-p 1.5: not in (0, 1]"),
+        (["caption", "--top-k", "-1"], "--top-k"),
+        (["caption", "--seed", "-1"], "--seed"),
+        (["caption", "--stop", ""], "--stop is empty"),
+        (["caption", "--detail", "medium"], "'medium' is not one of 'high', 'low'"),
+        (["caption", "--frame", "-1"], "--frame"),
+        (["caption", "--max-pixels", "0"], "--max-pixels"),
+        (["caption", "--background", "nocolour"], "unknown colour 'nocolour'"),
+        (["caption", "-p", "a=1", "-p", "a=2"], "two prompts are named 'a'"),
+        (["caption", "-p", "caf\udce9"], "--prompt is not valid UTF-8"),
+        (["caption", "--system", "caf\udce9"], "--system is not valid UTF-8"),
+        (["caption", "--prompt-file", "/nowhere/prompt"], "--prompt-file /nowhere/prompt: No such"),
+        (["caption", "-b", "0"], "--batch-size 0"),
+        (["caption", "-b", "two"], "--batch-size two"),
+        (["caption", "--dtype", "int8"], "unknown dtype 'int8'"),
+        (["caption", "--compute-dtype", "half"], "unknown dtype 'half'"),
+        (["caption", "--device", "tpu"], "unknown device 'tpu'"),
+        (["caption", "--ram", "much"], "'much' is not a size"),
+        (["caption", "--vram", "8XB"], "'8XB' is not a size"),
+        (["caption", "--resident", "150%"], "more than everything"),
+        (["caption", "--exists", "skip"], "'skip' is not one of"),
+        (["caption", "--format", "npy"], "unknown format 'npy'"),
+        (["caption", "--json", "--format", "text"], "contradict each other"),
+        (["caption", "--json", "-o", "x.txt"], "--json is about standard output"),
+        (["caption", "-o", "x.gif"], "unknown suffix '.gif'"),
+        (["caption", "-0"], "-0 describes a list"),
+        (["embed", "--output-kind", "mean"], "unknown output kind 'mean'"),
+        (["embed", "--format", "npy"], "npy is not written to standard output"),
+        (["embed", "-o", "x.parquet"], "parquet"),
+        (["embed", "--texts-from", "/nowhere/texts"], "--texts-from /nowhere/texts: No such"),
+        (["embed", "-t", " "], "--text is empty"),
+        (["embed", "-t", "caf\udce9"], "--text is not valid UTF-8"),
+        (["embed", "-", "--texts-from", "-"], "standard input is asked for more than once"),
+        (["embed", "--files-from", "-", "--texts-from", "-"], "more than once"),
+        (["embed", "--prompt", "x"], "No such option: --prompt"),
+        (["caption", "http://host/x.jpg"], "URLs are not read yet"),
+    ],
+)
+def test_bad_usage_exits_2_before_any_model(
+    vlmrun: Command, argv: list[str], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command, *flags = argv
+    model = ["-m", "./no-such-model"] if command in ("caption", "embed") else []
+    named = [] if {"-", "http://host/x.jpg", "--files-from"} & set(flags) else [PICTURE]
+    done = vlmrun(command, *flags, *model, *named)
+    assert (done.code, done.out) == (2, b"")
+    assert words in done.err
+    assert done.err.startswith("vlmrun: error: ")
+    assert len(done.err.splitlines()) <= 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["caption", "embed"])
+def test_missing_files_exit_2(vlmrun: Command, command: str) -> None:
+    done = vlmrun(command, "-m", "./no-such-model", "nowhere.png")
+    assert done.code == 2
+    assert "no such file: nowhere.png" in done.err
+
+
+@pytest.mark.parametrize("command", ["caption", "embed"])
+def test_no_input_at_a_terminal_exits_2(vlmrun: Command, command: str) -> None:
+    done = vlmrun(command, terminals="stdin")
+    assert done.code == 2
+    assert "no INPUT" in done.err
+
+
+@pytest.mark.parametrize("command", ["caption", "embed"])
+@pytest.mark.parametrize("flags", [[], ["--files-from", "-"]])
+def test_an_empty_list_is_done_with_a_note(
+    vlmrun: Command, command: str, flags: list[str], tmp_path: Path
+) -> None:
+    output = tmp_path / "rows.jsonl"
+    done = vlmrun(command, "-m", "./no-such-model", *flags, "-o", output)
+    assert (done.code, done.out) == (0, b"")
+    assert done.err == "vlmrun: standard input: no paths in the list\n"
+    assert not output.exists()
+    assert vlmrun(command, "-q", *flags).err == ""
+
+
+@pytest.mark.parametrize("command", ["caption", "embed"])
+def test_an_output_that_exists_is_found_before_the_model(
+    vlmrun: Command, command: str, tmp_path: Path
+) -> None:
+    output = tmp_path / "rows.jsonl"
+    output.write_text("precious\n")
+    done = vlmrun(command, "-m", "./no-such-model", PICTURE, "-o", output)
+    assert done.code == 1
+    assert "exists already" in done.err
+    assert "--exists overwrite" in done.err
+    assert output.read_text() == "precious\n"
+    done = vlmrun(command, "-m", "./no-such-model", PICTURE, "-o", output, "--exists", "overwrite")
+    assert "no such folder: ./no-such-model" in done.err
+    assert output.read_text() == "precious\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_known_errors_are_two_lines(vlmrun: Command, command: str) -> None:
+    named = [] if command == "mem-plan" else [PICTURE]
+    done = vlmrun(command, "-m", "nothing-of-that-name", *named)
+    first, second = done.err.splitlines()
+    assert done.code == 1
+    assert first == "vlmrun: error: unknown model 'nothing-of-that-name'"
+    assert second.startswith("vlmrun: hint: ")
+    assert "demo" in second
+    assert "Traceback" in vlmrun(command, "-vv", "-m", "nothing-of-that-name", *named).err
+
+
+@pytest.mark.parametrize("command", ["caption", "embed"])
+def test_a_model_that_is_nowhere_says_how_to_get_one(vlmrun: Command, command: str) -> None:
+    done = vlmrun(command, PICTURE, "--offline")
+    repository = {
+        "caption": "llava-hf/llava-onevision-qwen2-0.5b-ov-hf",
+        "embed": "google/siglip-so400m-patch14-384",
+    }[command]
+    assert done.code == 1
+    assert f"{repository} is not in the hub cache" in done.err
+    assert f"hf download {repository}" in done.err
+    assert "--model demo" in done.err
+
+
+def test_a_hub_that_cannot_be_reached_says_so(vlmrun: Command) -> None:
+    done = vlmrun("caption", PICTURE)
+    assert done.code == 1
+    assert "cannot reach http://127.0.0.1:9" in done.err
+    assert "--model demo" in done.err
+
+
+def test_texts_that_are_none_are_done_with_a_note(vlmrun: Command) -> None:
+    done = vlmrun("embed", "--texts-from", "-", stdin=b"\n \n")
+    assert (done.code, done.out, done.err) == (0, b"", "vlmrun: nothing to do\n")
+
+
+def test_shells_can_ask_for_completions(vlmrun: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_VLMRUN_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "vlmrun cap")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert vlmrun().text.strip() == "caption"
+
+
+@pytest.mark.parametrize(
+    ("command", "variable"), [("caption", "VLMRUN_MODEL"), ("embed", "VLMRUN_EMBED_MODEL")]
+)
+def test_flag_beats_environment_beats_default(
+    vlmrun: Command, command: str, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "from-environment")
+    assert "'from-environment'" in vlmrun(command, PICTURE).err
+    assert "'from-flag'" in vlmrun(command, PICTURE, "-m", "from-flag").err
+    monkeypatch.setenv(variable, "")
+    assert "hub cache" in vlmrun(command, PICTURE, "--offline").err
+
+
+@pytest.mark.parametrize(("variable", "value"), [("VLMRUN_DTYPE", "int4"), ("VLMRUN_RAM", "lots")])
+def test_variables_are_checked_as_flags_are(
+    vlmrun: Command, variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    done = vlmrun("caption", PICTURE, "-m", "demo")
+    assert done.code == 2
+    assert value in done.err
+
+
+def test_a_closed_standard_output_is_an_error(
+    vlmrun: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["caption", "-m", "./no-such-model", str(PICTURE)]) == 1
+    assert main(["mem-plan", "-m", "demo"]) == 1
+    assert capsys.readouterr().err.count("standard output is closed") == 2
+
+
+def test_a_closed_standard_error_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["caption", "-m", "nothing-of-that-name", str(PICTURE)]) == 1
+
+
+def test_a_closed_pipe_ends_quietly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = TextIOWrapper(os.fdopen(writer, "wb"))
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(["mem-plan", "-m", "demo", "--json"]) == 0
+    assert capsys.readouterr().err == ""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # what is buffered must go somewhere
+    stream.close()
+
+
+def test_a_full_disk_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream = open("/dev/full", "w")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(["mem-plan", "-m", "demo"]) == 1
+    assert "standard output cannot be written: No space left" in capsys.readouterr().err
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    stream.close()
+
+
+class Broken:
+    """A standard input that raises."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+        self.buffer = self
+
+    def isatty(self) -> bool:
+        return False
+
+    def read(self) -> bytes:
+        raise self._error
+
+
+def test_unknown_errors_are_two_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Broken(LookupError("what is this")))
+    assert main(["caption"]) == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "vlmrun: error: internal: LookupError: what is this"
+    assert "-vv" in second
+    assert main(["caption", "-vv"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_interruption_exits_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Broken(KeyboardInterrupt()))
+    assert main(["caption"]) == 130
+    assert capsys.readouterr().err == "vlmrun: interrupted\n"

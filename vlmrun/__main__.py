@@ -1,0 +1,5 @@
+"""`python -m vlmrun`."""
+
+from vlmrun.cli import run_and_exit
+
+run_and_exit()

@@ -1,0 +1,136 @@
+"""`vlmrun embed`: one vector per image and per text."""
+
+import re
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from vlmrun.cli.command import Command, spell, takes_flags
+from vlmrun.cli.options import (
+    MemoryFlags,
+    ModelFlags,
+    OutputFlags,
+    PictureFlags,
+    TalkFlags,
+    check_text,
+    placing,
+    read_text_file,
+)
+from vlmrun.cli.running import read_inputs, read_stdin_text, run_inputs
+from vlmrun.errors import UsageError
+from vlmrun.job import Job
+
+of_vectors = partial(typer.Option, rich_help_panel="Vectors")
+KINDS = re.compile(r"pooled|last-hidden|hidden:-?\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class VectorFlags:
+    """What is embedded beside pictures, and what comes out; all of it changes the plan."""
+
+    text: Annotated[
+        list[str],
+        of_vectors("-t", "--text", metavar="TEXT", help="Embed TEXT, too; may be repeated."),
+    ] = field(default_factory=list)
+    texts_from: Annotated[
+        str | None,
+        of_vectors(metavar="FILE", help="Embed every line of FILE, or - for stdin."),
+    ] = None
+    output_kind: Annotated[
+        str,
+        of_vectors(
+            metavar="KIND",
+            help="pooled (for search), last-hidden (all patches), or hidden:K (a layer's output, "
+            "hidden:-2 for the last but one).",
+        ),
+    ] = "pooled"
+
+    def texts(self, *, stdin_allowed: bool = True) -> tuple[str, ...]:
+        """The texts in the order given, the file's last without its blank lines.
+
+        Raises:
+            UsageError: the file cannot be read, or a text is empty or not UTF-8.
+        """
+        if not all(text.strip() for text in self.text):
+            raise UsageError("--text is empty", "give the text to embed")
+        texts = [check_text(text, where="--text") for text in self.text]
+        if self.texts_from == "-":
+            if not stdin_allowed:
+                raise UsageError(
+                    "--texts-from -: standard input is not read here",
+                    "name a file, or give the texts with --text",
+                )
+            texts += read_stdin_text(where="--texts-from").splitlines()
+        elif self.texts_from is not None:
+            texts += read_text_file(self.texts_from, where="--texts-from").splitlines()
+        return tuple(text for text in texts if text.strip())
+
+    def kind(self) -> str:
+        """The output kind.
+
+        Raises:
+            UsageError: there is none of that name.
+        """
+        if not KINDS.fullmatch(self.output_kind):
+            raise UsageError(
+                f"unknown output kind {self.output_kind!r}",
+                "use pooled, last-hidden or hidden:-2",
+            )
+        return self.output_kind
+
+
+@dataclass(frozen=True, slots=True)
+class LengthFlags:
+    normalize: Annotated[
+        bool | None,
+        of_vectors(
+            "--normalize/--no-normalize",
+            help="Scale vectors to length 1.",
+            show_default="on for pooled, off otherwise",
+        ),
+    ] = None
+
+
+@takes_flags
+def embed(
+    pictures: PictureFlags,
+    vectors: VectorFlags,
+    length: LengthFlags,
+    model: ModelFlags,
+    memory: MemoryFlags,
+    output: OutputFlags,
+    talk: TalkFlags,
+) -> Command:
+    """Write one vector per image and per text.
+
+    Without INPUT and texts, paths are read from standard input, one per line.
+    Vectors go to standard output as JSON Lines, or with -o into an array with
+    an index beside it.
+    """
+
+    def start() -> int:
+        if vectors.texts_from == "-" and ("-" in pictures.inputs or pictures.files_from == "-"):
+            raise UsageError("standard input is asked for more than once", "give - once")
+        decoding = pictures.decoding()
+        job = Job(
+            task="embed",
+            placing=placing(model, memory, spec=model.spec("embed")),
+            background=decoding.background,
+            max_pixels=decoding.max_pixels,
+            frame=decoding.frame,
+            texts=vectors.texts(),
+            output_kind=vectors.kind(),
+            normalize=length.normalize,
+        )
+        with_texts = bool(vectors.text) or vectors.texts_from is not None
+        return run_inputs(
+            job,
+            read_inputs(pictures, stdin_is_list=not with_texts),
+            flags=output,
+            talk=talk,
+            command=spell("embed", model, memory, vectors, length, pictures, output, talk),
+        )
+
+    return Command(start, talk)

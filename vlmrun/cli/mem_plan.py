@@ -1,0 +1,175 @@
+"""`vlmrun mem-plan`: where every layer would live, what it costs, and whether it fits."""
+
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from vlmrun.cli.caption import PromptFlags
+from vlmrun.cli.command import Command, flags_of, spell, takes_flags
+from vlmrun.cli.embed import VectorFlags
+from vlmrun.cli.options import (
+    MODEL_VARIABLES,
+    MemoryFlags,
+    ModelFlags,
+    PictureFlags,
+    TalkFlags,
+    check_text,
+    of_output,
+    placing,
+)
+from vlmrun.cli.screen import Screen, make_console
+from vlmrun.errors import ImageError, OutOfBudget, OutputError, UsageError
+from vlmrun.files.images import read_size
+from vlmrun.files.inputs import find_inputs
+from vlmrun.files.rows import readable, to_json
+from vlmrun.job import Generation, Job
+from vlmrun.memory.floor import assumed_rates, floor
+from vlmrun.memory.plan import Plan
+from vlmrun.memory.workload import Size, plan_job
+from vlmrun.models.family import Task
+from vlmrun.models.model import Model, describe_model
+
+of_plan = partial(typer.Option, rich_help_panel="Plan")
+PLACEHOLDER = "INPUT..."
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFlags:
+    layers: Annotated[bool, of_plan("--layers", help="One row per layer.")] = False
+    count: Annotated[
+        int | None,
+        of_plan(min=1, metavar="N", help="Add the least time for N images.", show_default=False),
+    ] = None
+    json: Annotated[bool, of_output("--json", help="The whole plan as one JSON object.")] = False
+
+
+@takes_flags
+def mem_plan(
+    pictures: PictureFlags,
+    wanted: PlanFlags,
+    asked: PromptFlags,
+    vectors: VectorFlags,
+    model: ModelFlags,
+    memory: MemoryFlags,
+    talk: TalkFlags,
+) -> Command:
+    """Show where every layer would live, what that costs, and whether it fits.
+
+    Reads configurations and headers, never a weight, and of INPUT the headers
+    only. The exit code is 0 if the job fits and 4 if it does not. Standard
+    input is not read.
+    """
+
+    def start() -> int:
+        images, sizes = read_sizes(pictures, Screen(talk, results_shown=False))
+        job = Job(
+            task="caption",
+            placing=placing(model, memory, spec=model.spec("caption")),
+            images=images,
+            max_pixels=pictures.max_pixels,
+            frame=pictures.frame,
+            texts=vectors.texts(stdin_allowed=False),
+            prompts=asked.prompts(),
+            system=check_text(asked.system, where="--system"),
+            detail=asked.detail,
+            generation=Generation(max_new_tokens=asked.max_new_tokens),
+            output_kind=vectors.kind(),
+        )
+        opened = describe_model(
+            job.placing.model, revision=job.placing.revision, offline=job.placing.offline
+        )
+        task = opened.family.task
+        check_flags(task, opened.source.name, asked, vectors)
+        job = replace(job, task=task)
+        plan = plan_job(opened, job, sizes)
+        own = asked if task == "caption" else vectors
+        shown = pictures if images or job.texts else replace(pictures, inputs=[PLACEHOLDER])
+        command = spell(task, named(model, task), memory, own, shown)
+        show(plan, opened, command, wanted, talk, prompts=max(1, len(job.prompts)))
+        return 0 if plan.fits else OutOfBudget.exit_code
+
+    return Command(start, talk)
+
+
+def check_flags(task: Task, name: str, asked: PromptFlags, vectors: VectorFlags) -> None:
+    """Refuse flags of the other task.
+
+    Raises:
+        UsageError: there are some.
+    """
+    wrong = flags_of(vectors if task == "caption" else asked)
+    if wrong:
+        verb = "captions" if task == "caption" else "embeds"
+        raise UsageError(
+            f"{wrong[0]}: {name} {verb}, and this flag is not for that",
+            "leave it out, or choose another --model",
+        )
+
+
+def read_sizes(pictures: PictureFlags, screen: Screen) -> tuple[tuple[str, ...], list[Size]]:
+    """The pictures whose header can be read, and their sizes; the others are noted.
+
+    Raises:
+        UsageError: as `find_inputs`; ImageError: pictures are named, and none can be read.
+    """
+    inputs = find_inputs(
+        pictures.inputs,
+        recursive=pictures.recursive,
+        files_from=pictures.files_from,
+        null_separated=pictures.null_separated,
+    )
+    for note in inputs.notes:
+        screen.note(note)
+    images, sizes = [], []
+    for image in inputs.images:
+        try:
+            sizes.append(read_size(image, options=pictures.decoding()))
+            images.append(image.path)
+        except ImageError as error:
+            screen.note(f"{image.path}: {error.message}; left out of the plan")
+    if inputs.images and not images:
+        raise ImageError("none of the pictures can be read", "name others, or none at all")
+    return tuple(images), sizes
+
+
+def named(model: ModelFlags, task: Task) -> ModelFlags:
+    """The model's flags, with its name where the command would choose another one."""
+    spec = model.spec("caption")
+    return model if MODEL_VARIABLES[task] == "VLMRUN_MODEL" else replace(model, model=spec)
+
+
+def show(
+    plan: Plan, model: Model, command: str, wanted: PlanFlags, talk: TalkFlags, *, prompts: int
+) -> None:
+    """Write the plan on standard output, as JSON or as tables.
+
+    Raises:
+        OutputError: standard output is closed.
+    """
+    from vlmrun import report  # late: imports rich
+
+    if sys.stdout is None:
+        raise OutputError("standard output is closed", "send it to a file or a terminal")
+    rates = assumed_rates(plan)
+    least = floor(plan, model, rates=rates)
+    if wanted.json:
+        sys.stdout.buffer.write(to_json(report.plan_fields(plan, least, command)))
+        return
+    console = make_console(sys.stdout, no_color=talk.no_color)
+    shown = report.plan_report(
+        plan,
+        model,
+        least=least,
+        rates=rates.reason,
+        command=command,
+        pictures=wanted.count,
+        prompts=prompts,
+        layers=wanted.layers,
+    )
+    with console.capture() as capture:
+        console.print(shown, crop=False)
+    lines = readable(capture.get()).splitlines()
+    sys.stdout.write("\n".join([*(line.rstrip() for line in lines), ""]))

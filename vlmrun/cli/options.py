@@ -1,0 +1,262 @@
+"""Flags that commands share, in groups: a group is a dataclass, each of its fields a flag."""
+
+import os
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Literal
+
+import typer
+
+from vlmrun.errors import UsageError
+from vlmrun.files.images import DecodeOptions, parse_background
+from vlmrun.job import Placing
+from vlmrun.memory.budget import find_device, parse_bytes
+from vlmrun.models.dtype import parse_dtype
+from vlmrun.models.family import Task
+
+DEFAULT_MODELS: dict[Task, str] = {"caption": "llava-onevision-0.5b", "embed": "siglip"}
+MODEL_VARIABLES: dict[Task, str] = {"caption": "VLMRUN_MODEL", "embed": "VLMRUN_EMBED_MODEL"}
+
+of_input = partial(typer.Option, rich_help_panel="Input")
+of_model = partial(typer.Option, rich_help_panel="Model")
+of_memory = partial(typer.Option, rich_help_panel="Memory")
+of_output = partial(typer.Option, rich_help_panel="Output")
+
+
+@dataclass(frozen=True, slots=True)
+class PictureFlags:
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT", help="Picture files, folders or patterns.", show_default=False
+        ),
+    ] = field(default_factory=list)
+    recursive: Annotated[
+        bool, of_input("-r", "--recursive", help="Read the subfolders of folders, too.")
+    ] = False
+    files_from: Annotated[
+        str | None,
+        of_input(metavar="FILE", help="Read one path per line from FILE, or - for stdin."),
+    ] = None
+    null_separated: Annotated[
+        bool, of_input("-0", "--null", help="The list of paths is NUL separated.")
+    ] = False
+    background: Annotated[
+        str, of_input(metavar="COLOUR", help="What transparent pictures are laid on.")
+    ] = "white"
+    max_pixels: Annotated[int, of_input(min=1, metavar="N", help="Refuse larger pictures.")] = (
+        DecodeOptions().max_pixels
+    )
+    frame: Annotated[
+        int, of_input(min=0, metavar="N", help="Which frame of an animation, from 0.")
+    ] = 0
+
+    def decoding(self) -> DecodeOptions:
+        return DecodeOptions(parse_background(self.background), self.max_pixels, self.frame)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFlags:
+    model: Annotated[
+        str | None,
+        of_model(
+            "-m",
+            "--model",
+            help="Alias, hub id or folder; demo and demo-siglip are packaged.",
+            show_default="$VLMRUN_MODEL, for embed $VLMRUN_EMBED_MODEL, "
+            "else llava-onevision-0.5b, for embed siglip",
+        ),
+    ] = None
+    revision: Annotated[
+        str | None,
+        of_model(metavar="NAME", help="Branch, tag or commit on the hub.", show_default="main"),
+    ] = None
+    offline: Annotated[bool, of_model("--offline", help="Never touch the network.")] = False
+
+    def spec(self, task: Task) -> str:
+        return self.model or os.environ.get(MODEL_VARIABLES[task]) or DEFAULT_MODELS[task]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFlags:
+    dtype: Annotated[
+        str | None,
+        of_memory(
+            metavar="NAME",
+            help="How weights are stored in memory: auto (as in the checkpoint), float32, "
+            "bfloat16, float16.",
+            show_default="$VLMRUN_DTYPE, else auto",
+        ),
+    ] = None
+    compute_dtype: Annotated[
+        str, of_memory(metavar="NAME", help="What arithmetic runs in; -v says why.")
+    ] = "auto"
+    device: Annotated[str, of_memory(metavar="NAME", help="auto, cpu, cuda or cuda:N.")] = "auto"
+    ram: Annotated[
+        str | None,
+        of_memory(
+            metavar="SIZE",
+            help="Most RAM to use: 8GiB, 8G (= GiB), 8GB or 75%.",
+            show_default="$VLMRUN_RAM, else 80% of what is free",
+        ),
+    ] = None
+    vram: Annotated[
+        str | None,
+        of_memory(
+            metavar="SIZE",
+            help="Most GPU memory to use.",
+            show_default="$VLMRUN_VRAM, else 80% of what is free",
+        ),
+    ] = None
+    resident: Annotated[
+        str | None,
+        of_memory(
+            metavar="SIZE",
+            help="Keep at most this much of the weights on the compute tier: 50%, 400MiB.",
+            show_default="what the budget allows",
+        ),
+    ] = None
+    batch_size: Annotated[
+        str, of_memory("-b", "--batch-size", metavar="N", help="auto, or how many at once.")
+    ] = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFlags:
+    output: Annotated[
+        str | None,
+        of_output("-o", "--output", metavar="FILE", help="Write here; the suffix is the format."),
+    ] = None
+    format: Annotated[
+        str | None,
+        of_output(metavar="NAME", help="Format, if not by the suffix.", show_default=False),
+    ] = None
+    json: Annotated[
+        bool, of_output("--json", help="One JSON object per line on stdout; --stats as JSON.")
+    ] = False
+    exists: Annotated[
+        Literal["error", "overwrite"], of_output(help="What to do if the output exists.")
+    ] = "error"
+    stats: Annotated[
+        bool, of_output("--stats", help="End with predicted and measured time and memory.")
+    ] = False
+    fail_fast: Annotated[
+        bool, of_output("--fail-fast", help="Stop at the first input that fails.")
+    ] = False
+
+    def chosen_format(self) -> str | None:
+        """The format the flags name; None leaves it to the output's suffix.
+
+        Raises:
+            UsageError: the flags contradict each other.
+        """
+        if not self.json or (self.stats and self.output is not None):
+            return self.format
+        if self.output is not None:
+            raise UsageError(
+                "--json is about standard output, which -o leaves empty",
+                "use a name that ends in .jsonl, or --format jsonl",
+            )
+        if self.format not in (None, "json", "jsonl"):
+            raise UsageError(
+                f"--json and --format {self.format} contradict each other", "leave one of them out"
+            )
+        return "json"
+
+
+@dataclass(frozen=True, slots=True)
+class TalkFlags:
+    quiet: Annotated[
+        bool, of_output("-q", "--quiet", help="No progress and no notes; errors only.")
+    ] = False
+    verbose: Annotated[
+        int,
+        of_output(
+            "-v",
+            "--verbose",
+            count=True,
+            metavar="",
+            show_default=False,
+            help="Say what was decided and why; -vv adds tracebacks.",
+        ),
+    ] = 0
+    no_progress: Annotated[bool, of_output("--no-progress", help="No progress bar.")] = False
+    no_color: Annotated[
+        bool, of_output("--no-color", help="No colours; also where NO_COLOR is set.")
+    ] = False
+
+
+def placing(
+    model: ModelFlags, memory: MemoryFlags, *, spec: str, allow_untested: bool = False
+) -> Placing:
+    """Flags, else the environment, else the defaults; what needs no model is checked here.
+
+    VLMRUN_VRAM is for machines with a GPU: a job on the CPU does not look at it.
+
+    Raises:
+        UsageError: a flag or variable is no dtype, size, device or number.
+    """
+    device, _ = find_device(memory.device)
+    vram = os.environ.get("VLMRUN_VRAM") if device != "cpu" else None
+    found = Placing(
+        model=spec,
+        revision=model.revision,
+        offline=model.offline,
+        dtype=memory.dtype or os.environ.get("VLMRUN_DTYPE") or "auto",
+        compute_dtype=memory.compute_dtype,
+        device=memory.device,
+        ram=memory.ram or os.environ.get("VLMRUN_RAM") or None,
+        vram=memory.vram or vram or None,
+        resident=memory.resident,
+        batch_size=parse_batch_size(memory.batch_size),
+        allow_untested=allow_untested,
+    )
+    parse_dtype(found.dtype)
+    parse_dtype(found.compute_dtype)
+    for size in (found.ram, found.vram, found.resident):
+        if size is not None:
+            parse_bytes(size, whole=1)
+    return found
+
+
+def parse_batch_size(text: str) -> int | None:
+    """`auto` is None.
+
+    Raises:
+        UsageError: it is neither `auto` nor a positive number.
+    """
+    if text == "auto":
+        return None
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise UsageError(f"--batch-size {text}: not a positive number", "use auto, 1, 2, 4, …")
+    return int(text)
+
+
+def check_text(text: str, *, where: str) -> str:
+    """Text that a tokenizer can read.
+
+    Raises:
+        UsageError: it holds bytes that are not UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{where} is not valid UTF-8", "convert it first") from error
+    return text
+
+
+def read_text_file(path: str, *, where: str) -> str:
+    """A text file of the command line's.
+
+    Raises:
+        UsageError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        with open(path, encoding="utf-8-sig", newline=None) as file:
+            return file.read()
+    except OSError as error:
+        raise UsageError(
+            f"{where} {path}: {error.strerror}", "name a text file that may be read"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{where} {path}: not valid UTF-8", "convert it first") from error

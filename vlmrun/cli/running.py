@@ -1,0 +1,152 @@
+"""Drive a run from the command line: follow its summaries, show them, choose the exit code."""
+
+import io
+import sys
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from vlmrun.cli.options import OutputFlags, PictureFlags, TalkFlags
+from vlmrun.cli.screen import Screen, say
+from vlmrun.cli.signals import Signals
+from vlmrun.cli.statistics import show_statistics
+from vlmrun.errors import OutputError, UsageError
+from vlmrun.files.inputs import Inputs, find_inputs
+from vlmrun.files.writers import Writer, open_writer
+from vlmrun.job import Job
+
+if TYPE_CHECKING:
+    from vlmrun.memory.plan import Plan
+    from vlmrun.run import Summary
+
+
+def read_inputs(flags: PictureFlags, *, stdin_is_list: bool) -> Inputs:
+    """The pictures of a command line; `stdin_is_list`: without any, paths come from stdin.
+
+    Raises:
+        UsageError: there are none and stdin is a terminal, or what is named does not exist.
+    """
+    stdin: BinaryIO | None = None if sys.stdin is None else sys.stdin.buffer
+    named = flags.inputs or flags.files_from is not None
+    if not named and (stdin is None or not stdin_is_list or sys.stdin.isatty()):
+        stdin = None
+        if stdin_is_list:
+            raise UsageError("no INPUT", "name files or folders, or pipe a list of paths in")
+    return find_inputs(
+        flags.inputs,
+        recursive=flags.recursive,
+        files_from=flags.files_from,
+        null_separated=flags.null_separated,
+        stdin=stdin,
+    )
+
+
+def read_stdin_text(*, where: str) -> str:
+    """Standard input as text.
+
+    Raises:
+        UsageError: it is closed, or not UTF-8.
+    """
+    if sys.stdin is None:
+        raise UsageError(f"{where} -: standard input is closed", "pipe text in, or name a file")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{where} -: not valid UTF-8", "convert it first") from error
+
+
+def run_inputs(
+    job: Job,
+    inputs: Inputs,
+    *,
+    flags: OutputFlags,
+    talk: TalkFlags,
+    command: str,
+    filenames: bool | None = None,
+    one_line: bool = False,
+) -> int:
+    """Open the output of a job, add the pictures to it, and run it.
+
+    Raises:
+        UsageError, OutputError: as `open_writer`; or standard output is closed.
+    """
+    nothing = not inputs.images and not job.texts
+    notes = inputs.notes or (("nothing to do",) if nothing else ())
+    for note in notes if not talk.quiet else ():
+        say(note)
+    if nothing:
+        return 0
+    if sys.stdout is None and flags.output is None:
+        raise OutputError("standard output is closed", "name a file with -o")
+    writer = open_writer(
+        None if flags.output is None else Path(flags.output),
+        task=job.task,
+        stdout=io.BytesIO() if sys.stdout is None else sys.stdout.buffer,
+        format=flags.chosen_format(),
+        single=inputs.single,
+        prompts=max(1, len(job.prompts)),
+        filenames=filenames,
+        one_line=one_line,
+        exists=flags.exists,
+    )
+    job = replace(
+        job,
+        images=tuple(image.path for image in inputs.images),
+        stdin_image=next((i.data for i in inputs.images if i.data is not None), None),
+    )
+    return run_job(job, writer, flags=flags, talk=talk, command=command)
+
+
+def run_job(job: Job, writer: Writer, *, flags: OutputFlags, talk: TalkFlags, command: str) -> int:
+    """Run a job to its end, or to the first failure or signal that ends it; `command` is what
+    the statistics call it.
+
+    Returns:
+        The exit code: 0 all done, 1 every input failed, 3 some did, 128 + a signal's number.
+    """
+    from vlmrun.run import run  # late: what a run needs is of no use to the checks before it
+
+    shown = flags.output is None and sys.stdout is not None and sys.stdout.isatty()
+    screen = Screen(talk, results_shown=shown)
+    steps = run(job, writer, measure=flags.stats, progress=screen.progress_wanted)
+    assert isinstance(steps, Generator), "closing it releases the model at once"
+    with writer, Signals(quiet=talk.quiet) as signals, screen, closing(steps):
+        screen.loading(job.placing.model)
+        for summary in steps:
+            if not signals.computing:
+                signals.computing = True
+                explain(screen, summary.plan)
+            follow(screen, summary)
+            if signals.received is not None or (flags.fail_fast and summary.failed):
+                break
+    if summary.failed or signals.received is not None:
+        say(f"{summary.done} done, {summary.failed} failed" + left(summary))
+    if summary.measured is not None:
+        show_statistics(screen, job, summary, command=command, as_json=flags.json)
+    if signals.received is not None:
+        return 128 + signals.received
+    if not summary.failed:
+        return 0
+    return 3 if summary.done else 1
+
+
+def explain(screen: Screen, plan: "Plan | None") -> None:
+    from vlmrun.report import decisions  # late: imports rich
+
+    for label, text in decisions(plan) if plan is not None else ():
+        screen.explain(f"{label}: {text}")
+
+
+def follow(screen: Screen, summary: "Summary") -> None:
+    for note in summary.notes:
+        screen.note(note)
+    for failure in summary.failures:
+        screen.error(f"{failure.path or repr(failure.text)}: {failure.message}")
+    screen.advance(summary.done + summary.failed, summary.total, summary.seconds)
+
+
+def left(summary: "Summary") -> str:
+    count = summary.total - summary.done - summary.failed
+    return f", {count} not tried" if count else ""

@@ -1,0 +1,217 @@
+"""Run a job: open, plan, load, then batch by batch decode, compute and write.
+
+Yields a `Summary` after every batch, so that the caller can draw progress and may stop; what
+was yielded has been written.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from vlmrun.errors import ImageError, OutOfBudget, UsageError
+from vlmrun.files.images import DecodeOptions, read_size
+from vlmrun.files.inputs import ImageInput
+from vlmrun.files.rows import Caption, Failure
+from vlmrun.files.writers import Writer
+from vlmrun.job import Job
+from vlmrun.memory.budget import format_bytes
+from vlmrun.memory.measure import PeakMemory
+from vlmrun.memory.plan import Plan
+from vlmrun.memory.workload import plan_job
+from vlmrun.models.families import is_supported
+from vlmrun.models.model import open_source, read_model
+from vlmrun.models.source import Source
+
+if TYPE_CHECKING:
+    from vlmrun.memory.cached_model import CachedModel
+    from vlmrun.tasks.samples import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a run took, beside what its plan foretold."""
+
+    load_seconds: float
+    run_seconds: float
+    peak_anon_bytes: int
+    peak_file_bytes: int
+    peak_shmem_bytes: int
+    peak_ram_bytes: int  # the highest sum of the three at one moment
+    peak_vram_bytes: int
+    disk_bytes_read: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """How far a run is. `failures` and `notes` are those since the last one."""
+
+    plan: Plan | None  # None for an untested model, which is loaded whole
+    total: int
+    done: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    failures: tuple[Failure, ...] = ()
+    notes: tuple[str, ...] = ()
+    measured: Measured | None = None
+
+
+def run(
+    job: Job, writer: Writer, *, measure: bool = False, progress: bool = False
+) -> Iterator[Summary]:
+    """Run a job to its end. The first summary comes when the model is ready, with none done;
+    the last one carries `measured` when asked for. `progress` draws downloads on stderr.
+
+    Raises:
+        VlmrunError: the job cannot run; raised before torch is imported where the command
+            line or the checkpoint's files are at fault.
+    """
+    start = time.perf_counter()
+    placing = job.placing
+    source, config = open_source(
+        placing.model,
+        revision=placing.revision,
+        offline=placing.offline,
+        progress=progress,
+        untested=placing.allow_untested,
+    )
+    with ExitStack() as stack:
+        peak = stack.enter_context(PeakMemory()) if measure else None
+        ready = (prepare if is_supported(config) else prepare_whole)(job, source, stack)
+        loaded = time.perf_counter()
+        total = len(job.images) + len(job.texts)
+        summary = Summary(ready.plan, total=total, notes=ready.notes)
+        yield summary
+        tokens = 0
+        for batch in ready.batches:
+            for row in batch.rows:
+                writer.write(row)
+            tokens += sum(row.tokens for row in batch.rows if isinstance(row, Caption))
+            summary = replace(
+                summary,
+                done=summary.done + batch.done,
+                failed=summary.failed + batch.failed,
+                seconds=time.perf_counter() - loaded,
+                failures=tuple(row for row in batch.rows if isinstance(row, Failure)),
+                notes=batch.notes,
+            )
+            yield summary
+        writer.commit()
+        if peak is not None:
+            measured = read_measures(peak, ready.entry, loaded - start, summary.seconds, tokens)
+            yield replace(summary, failures=(), notes=(), measured=measured)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A model that is ready to run, and the batches it will run."""
+
+    plan: Plan | None
+    entry: "CachedModel"
+    batches: Iterator["Batch"]
+    notes: tuple[str, ...]
+
+
+def prepare(job: Job, source: Source, stack: ExitStack) -> Ready:
+    """Plan, refuse what does not fit, import torch, and make the model's cache entry."""
+    model = read_model(source)
+    plan = plan_job(model, job, known_sizes(job))
+    check_budget(plan)
+    # late: torch and transformers cost seconds, and a refused job need not pay for them
+    from vlmrun.load import load
+    from vlmrun.memory.cache import ModelCache
+    from vlmrun.tasks.captioner import Captioner
+    from vlmrun.tasks.embedder import Embedder
+
+    cache = stack.enter_context(ModelCache(plan.budget.ram_bytes + plan.budget.vram_bytes))
+    stays = max(plan.stored_bytes(phase) for phase in plan.workload.phases)
+    entry = stack.enter_context(
+        cache.use(source.name, lambda: load(model, plan), nbytes=stays),
+    )
+    task = Captioner if job.task == "caption" else Embedder
+    return Ready(plan, entry, task(job, model, plan, entry).batches(), model.notes)
+
+
+def prepare_whole(job: Job, source: Source, stack: ExitStack) -> Ready:
+    """The same for a model of no known family, which is loaded whole and has no plan."""
+    refuse_flags(job)
+    from vlmrun.memory.cache import ModelCache  # late: as above
+    from vlmrun.tasks.whole import WholeCaptioner, open_whole
+
+    whole = open_whole(job, source)
+    cache = stack.enter_context(ModelCache(whole.nbytes))
+    entry = stack.enter_context(cache.use(source.name, lambda: whole, nbytes=whole.nbytes))
+    note = f"{source.name} is untested: loaded whole, its working memory is not planned"
+    return Ready(None, entry, WholeCaptioner(job, source, entry).batches(), (note,))
+
+
+def refuse_flags(job: Job) -> None:
+    """Refuse what stock `generate()` and a whole load do not follow.
+
+    Raises:
+        UsageError: it is asked for.
+    """
+    given = {
+        "--resident": job.placing.resident is not None,
+        "--batch-size": (job.placing.batch_size or 1) > 1,
+        "--detail": job.detail != "high",
+        "--stop": bool(job.generation.stop),
+    }
+    for flag in (flag for flag, asked in given.items() if asked):
+        raise UsageError(
+            f"{flag}: {job.placing.model} is untested, and this flag is not for such models",
+            "leave it out: they are loaded whole and run one picture at a time",
+        )
+
+
+def known_sizes(job: Job) -> list[tuple[int, int]]:
+    """Sizes of the pictures whose header can be read; the others become error rows later."""
+    options = DecodeOptions(background=job.background, max_pixels=job.max_pixels, frame=job.frame)
+    sizes = []
+    for path in job.images:
+        image = ImageInput(path, job.stdin_image if path == "-" else None)
+        try:
+            sizes.append(read_size(image, options=options))
+        except ImageError:
+            continue
+    return sizes
+
+
+def check_budget(plan: Plan) -> None:
+    """Refuse a job before anything is loaded.
+
+    Raises:
+        OutOfBudget: the plan does not fit; the message gives the smallest budget that would.
+    """
+    if plan.fits:
+        return
+    budget, tier, smallest = plan.budget.ram_bytes, "ram", plan.smallest_ram_bytes
+    if plan.peak_vram_bytes > plan.budget.vram_bytes:
+        budget, tier, smallest = plan.budget.vram_bytes, "vram", plan.smallest_vram_bytes
+    raise OutOfBudget(
+        f"{plan.model} does not fit {format_bytes(budget)} of {tier.upper()}: "
+        f"the smallest budget that would do is {format_bytes(smallest)}",
+        f"use --{tier} {-(-smallest // 2**20)}MiB or more; vlmrun mem-plan shows what takes it",
+    )
+
+
+def read_measures(
+    peak: PeakMemory,
+    entry: "CachedModel",
+    load_seconds: float,
+    run_seconds: float,
+    tokens: int,
+) -> Measured:
+    return Measured(
+        load_seconds=load_seconds,
+        run_seconds=run_seconds,
+        peak_anon_bytes=peak.peak.anon_bytes,
+        peak_file_bytes=peak.peak.file_bytes,
+        peak_shmem_bytes=peak.peak.shmem_bytes,
+        peak_ram_bytes=peak.peak.total_bytes,
+        peak_vram_bytes=entry.peak_vram_bytes,
+        disk_bytes_read=entry.bytes_read,
+        tokens=tokens,
+    )
