@@ -13,7 +13,10 @@ VlmrunError               1  could not run
 
 
 class VlmrunError(Exception):
-    """A known error: one line for the user, one line of what to do about it."""
+    """A known error: one line for the user, one line of what to do about it.
+
+    An error that becomes a row says both in its message, and has no hint.
+    """
 
     exit_code = 1
 
