@@ -12,6 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import transformers
+from folders import model_at
 from PIL import Image
 from tiny import DECODER, SPECIAL, build_onevision
 from torch import Tensor
@@ -24,8 +25,7 @@ from vlmrun.load import load
 from vlmrun.memory.cached_model import CachedModelWithPartialLoad
 from vlmrun.memory.plan import Plan
 from vlmrun.memory.workload import plan_job
-from vlmrun.models.model import Model, read_model
-from vlmrun.models.source import resolve_source
+from vlmrun.models.model import Model
 from vlmrun.tasks.caption import Pictures, encode_pictures
 from vlmrun.tasks.decode import DecodeRow, Steps, Vocabulary, embed_prompts, left_padded
 
@@ -69,10 +69,6 @@ def build_cut_head(folder: Path, **options: Any) -> Path:
         return build_onevision(folder, **options)
 
 
-def read_folder(folder: Path) -> Model:
-    return read_model(resolve_source(str(folder)))
-
-
 def plan_tiny(
     model: Model,
     *,
@@ -107,7 +103,7 @@ def plan_tiny(
 
 def load_tiny(folder: Path, **options: Any) -> Ready:
     """Load a folder by the plan that `plan_tiny` makes with these options."""
-    model = read_folder(folder)
+    model = model_at(folder)
     plan = plan_tiny(model, **options)
     return Ready(model, plan, load(model, plan))
 

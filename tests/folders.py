@@ -8,11 +8,15 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from vlmrun.models.model import Model, read_model
 from vlmrun.models.source import resolve_source
 
 Change = Callable[[Path], None]
+Tensors = dict[str, Tensor]
+WEIGHTS = "model.safetensors"
 
 
 def picture(width: int, height: int) -> Image.Image:
@@ -22,11 +26,15 @@ def picture(width: int, height: int) -> Image.Image:
     return Image.fromarray((noise + slope).astype(np.uint8))
 
 
-def changed(folder: Path, target: Path, change: Change) -> Model:
+def copied(folder: Path, target: Path, change: Change) -> Path:
     """A copy of a folder after a change to its files."""
     shutil.copytree(folder, target, dirs_exist_ok=True)
     change(target)
-    return model_at(target)
+    return target
+
+
+def changed(folder: Path, target: Path, change: Change) -> Model:
+    return model_at(copied(folder, target, change))
 
 
 def model_at(folder: Path) -> Model:
@@ -53,6 +61,18 @@ def replaced(file: str, content: bytes) -> Change:
         (folder / file).write_bytes(content)
 
     return change
+
+
+def weights(change: Callable[[Tensors], object]) -> Change:
+    """Change the tensors of a folder's only weight file."""
+
+    def rewrite(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors)
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(whole, folder / WEIGHTS, {"format": "pt"})
+
+    return rewrite
 
 
 def all_of(*changes: Change) -> Change:

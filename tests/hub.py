@@ -16,6 +16,8 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
+import pytest
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -80,6 +82,11 @@ class Hub:
             "HF_HUB_OFFLINE": "0",
             "NO_PROXY": "127.0.0.1",
         }
+
+    def visit(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Send vlmrun here for the rest of a test."""
+        for name, value in self.environment(cache).items():
+            monkeypatch.setenv(name, value)
 
     def cut(self, name: str, *, after: int, times: float = float("inf")) -> None:
         """Close the connection after `after` bytes of each file called `name`."""

@@ -98,8 +98,9 @@ def module_tensors(config: Mapping[str, Any], dtype: str = "F32") -> dict[str, t
     }
 
 
-def hub_name(path: str) -> str:
-    for start, other in HUB_ONEVISION.items():
+def renamed(path: str, renames: Mapping[str, str]) -> str:
+    """A module's path by another name: the first start that fits is replaced."""
+    for start, other in renames.items():
         if path.startswith(start):
             return other + path.removeprefix(start)
     return path

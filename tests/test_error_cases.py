@@ -15,27 +15,33 @@ from pathlib import Path
 
 import pytest
 import torch
-from folders import Change, all_of, picture, replaced, setting, without
-from in_process import Run, assert_refused, result, runner
+from commands import Command, Done, assert_refused, result
+from folders import (
+    WEIGHTS,
+    Change,
+    Tensors,
+    all_of,
+    copied,
+    picture,
+    replaced,
+    setting,
+    weights,
+    without,
+)
 from safetensors.torch import load_file, save_file
 from tiny import VISION
 
 from vlmrun import run as running
+from vlmrun.cli import main
 from vlmrun.files.lines import LineWriter
 from vlmrun.files.output import OutputLock
 from vlmrun.files.rows import Row
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 399656\n"
 COMMANDS = ("caption", "embed")
 SHORT = ("--max-new-tokens", "4")
-Tensors = dict[str, torch.Tensor]
-
-
-@pytest.fixture
-def vlmrun(capfdbinary: pytest.CaptureFixture[bytes]) -> Run:
-    return runner(capfdbinary)
 
 
 @pytest.fixture(scope="module")
@@ -54,24 +60,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def copied(folder: Path, target: Path, change: Change) -> Path:
-    shutil.copytree(folder, target)
-    change(target)
-    return target
-
-
 def named(command: str) -> list[str]:
     """What a command needs to run on the good picture."""
     return {"caption": ["good.png", *SHORT], "embed": ["good.png"], "mem-plan": []}[command]
-
-
-def weights(change: Callable[[Tensors], object]) -> Change:
-    def rewrite(folder: Path) -> None:
-        tensors = load_file(folder / WEIGHTS)
-        change(tensors)
-        save_file({name: t.contiguous() for name, t in tensors.items()}, folder / WEIGHTS)
-
-    return rewrite
 
 
 def key(tensors: Tensors, end: str = "vision_model.post_layernorm.bias") -> str:
@@ -254,7 +245,7 @@ def damaged(
 @pytest.mark.parametrize("command", [*COMMANDS, "mem-plan"])
 @pytest.mark.parametrize("name", HEADER_CASES)
 def test_a_damaged_checkpoint(
-    command: str, name: str, vlmrun: Run, here: Path, damaged: dict[tuple[str, str], Path]
+    command: str, name: str, vlmrun: Command, here: Path, damaged: dict[tuple[str, str], Path]
 ) -> None:
     case = HEADER_CASES[name]
     output = [] if command == "mem-plan" else ["-o", "rows.jsonl"]
@@ -303,7 +294,7 @@ def test_errors_of_files_and_flags_are_found_before_torch(
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
 @pytest.mark.parametrize("file", ["config.json", WEIGHTS])
 def test_a_file_that_may_not_be_read(
-    file: str, vlmrun: Run, here: Path, sound: dict[str, Path], tmp_path: Path
+    file: str, vlmrun: Command, here: Path, sound: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = copied(sound["embed"], tmp_path / "m", lambda folder: (folder / file).chmod(0))
     told = vlmrun("embed", "-m", folder, "good.png")
@@ -329,7 +320,7 @@ def test_what_is_no_model(
     says: str,
     hint: str,
     code: int,
-    vlmrun: Run,
+    vlmrun: Command,
     here: Path,
     sound: dict[str, Path],
     tmp_path: Path,
@@ -434,7 +425,7 @@ READY_CASES = {
     ("command", "name"), [(c, name) for c, cases in READY_CASES.items() for name in cases]
 )
 def test_files_beside_the_weights(
-    command: str, name: str, vlmrun: Run, here: Path, sound: dict[str, Path], tmp_path: Path
+    command: str, name: str, vlmrun: Command, here: Path, sound: dict[str, Path], tmp_path: Path
 ) -> None:
     case = READY_CASES[command][name]
     folder = copied(sound[command], tmp_path / "model", case.change)
@@ -445,7 +436,7 @@ def test_files_beside_the_weights(
 
 
 def test_a_tied_head_that_repeats_the_table_is_no_contradiction(
-    vlmrun: Run, here: Path, sound: dict[str, Path], tmp_path: Path
+    vlmrun: Command, here: Path, sound: dict[str, Path], tmp_path: Path
 ) -> None:
     def repeat(tensors: Tensors) -> None:
         table = tensors["language_model.model.embed_tokens.weight"]
@@ -472,7 +463,7 @@ def test_weights_that_go_bad_after_their_header_was_read(
     fault: Callable[[Path], object],
     says: str,
     hint: str,
-    vlmrun: Run,
+    vlmrun: Command,
     here: Path,
     sound: dict[str, Path],
     tmp_path: Path,
@@ -487,7 +478,7 @@ def test_weights_that_go_bad_after_their_header_was_read(
 @pytest.mark.parametrize("command", COMMANDS)
 def test_weights_that_go_bad_during_a_run_keep_the_rows_before(
     command: str,
-    vlmrun: Run,
+    vlmrun: Command,
     here: Path,
     sound: dict[str, Path],
     tmp_path: Path,
@@ -524,7 +515,7 @@ def headless(tiny_siglip_vision: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_a_tower_without_a_head_has_no_pooled_output(
-    vlmrun: Run, here: Path, headless: Path
+    vlmrun: Command, here: Path, headless: Path
 ) -> None:
     for command in ("embed", "mem-plan"):
         told = vlmrun(command, "-m", headless, *named(command))
@@ -536,7 +527,7 @@ def test_a_tower_without_a_head_has_no_pooled_output(
 
 @pytest.mark.parametrize("argv", [["-t", "a cat"], ["good.png", "-t", "a cat"]])
 def test_a_vision_tower_embeds_no_texts(
-    argv: list[str], vlmrun: Run, here: Path, tiny_siglip_vision: Path
+    argv: list[str], vlmrun: Command, here: Path, tiny_siglip_vision: Path
 ) -> None:
     told = vlmrun("embed", "-m", tiny_siglip_vision, *argv)
     assert_refused(told, "cannot embed texts: it has no text tower", hint="both towers")
@@ -554,7 +545,7 @@ def test_prompts_that_the_model_cannot_take(
     flags: list[str],
     says: str,
     hint: str,
-    vlmrun: Run,
+    vlmrun: Command,
     here: Path,
     sound: dict[str, Path],
     tmp_path: Path,
@@ -569,7 +560,7 @@ def test_prompts_that_the_model_cannot_take(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_smallest_budget_that_would_do_does(
-    command: str, vlmrun: Run, here: Path, sound: dict[str, Path]
+    command: str, vlmrun: Command, here: Path, sound: dict[str, Path]
 ) -> None:
     argv = [command, "-m", sound[command], *named(command)]
     plan = json.loads(vlmrun("mem-plan", "-m", sound[command], "good.png", "--json").out)
@@ -608,7 +599,7 @@ def overflowing(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_overflow_is_an_error_row_and_no_result(
-    command: str, vlmrun: Run, here: Path, overflowing: dict[str, Path]
+    command: str, vlmrun: Command, here: Path, overflowing: dict[str, Path]
 ) -> None:
     grey, white = picture(28, 28).point(lambda _: 128), picture(28, 28).point(lambda _: 255)
     grey.save("grey.png")
@@ -629,7 +620,7 @@ def test_overflow_is_an_error_row_and_no_result(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_weight_that_float16_cannot_hold(
-    command: str, vlmrun: Run, here: Path, sound: dict[str, Path], tmp_path: Path
+    command: str, vlmrun: Command, here: Path, sound: dict[str, Path], tmp_path: Path
 ) -> None:
     end = "vision_model.encoder.layers.0.mlp.fc1.bias"
 
@@ -679,7 +670,7 @@ def bomb(png: bytes) -> bytes:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_bad_pictures_among_good_ones_are_rows(
-    command: str, vlmrun: Run, here: Path, sound: dict[str, Path]
+    command: str, vlmrun: Command, here: Path, sound: dict[str, Path]
 ) -> None:
     bad = bad_pictures(here)
     argv = [command, "-m", sound[command], *named(command)[1:]]
@@ -698,7 +689,7 @@ def test_bad_pictures_among_good_ones_are_rows(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_when_all_pictures_are_bad(
-    command: str, vlmrun: Run, here: Path, sound: dict[str, Path]
+    command: str, vlmrun: Command, here: Path, sound: dict[str, Path]
 ) -> None:
     bad = bad_pictures(here)
     argv = [command, "-m", sound[command], *named(command)[1:]]
@@ -716,6 +707,7 @@ def test_when_all_pictures_are_bad(
     told = vlmrun("mem-plan", "-m", sound[command], "words.png", "empty.jpg")
     assert (told.code, told.out) == (1, b"")
     assert "vlmrun: error: none of the pictures can be read\n" in told.err
+    assert told.err.endswith("vlmrun: hint: name others, or none at all\n")
 
 
 @pytest.mark.parametrize(
@@ -727,7 +719,7 @@ def test_when_all_pictures_are_bad(
 )
 @pytest.mark.parametrize("command", COMMANDS)
 def test_pictures_that_the_flags_rule_out(
-    command: str, flags: list[str], says: str, vlmrun: Run, here: Path, sound: dict[str, Path]
+    command: str, flags: list[str], says: str, vlmrun: Command, here: Path, sound: dict[str, Path]
 ) -> None:
     told = vlmrun(command, "-m", sound[command], *named(command), *flags, "--json")
     assert told.code == 1
@@ -735,7 +727,7 @@ def test_pictures_that_the_flags_rule_out(
 
 
 def test_a_picture_too_long_to_pad_is_a_row(
-    vlmrun: Run, here: Path, sound: dict[str, Path]
+    vlmrun: Command, here: Path, sound: dict[str, Path]
 ) -> None:
     picture(65_536, 1).save("long.png")
     flags = [*SHORT, "--detail", "low", "--json"]
@@ -751,7 +743,7 @@ def test_a_picture_too_long_to_pad_is_a_row(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_output_that_another_run_is_writing(
-    command: str, vlmrun: Run, here: Path, sound: dict[str, Path]
+    command: str, vlmrun: Command, here: Path, sound: dict[str, Path]
 ) -> None:
     argv = [command, "-m", sound[command], *named(command), "-o", "rows.jsonl"]
     lock = OutputLock(Path("rows.jsonl"))
@@ -774,7 +766,7 @@ def test_an_output_that_another_run_is_writing(
     ],
 )
 def test_an_output_that_cannot_be_written(
-    command: str, output: str, says: str, vlmrun: Run, here: Path, sound: dict[str, Path]
+    command: str, output: str, says: str, vlmrun: Command, here: Path, sound: dict[str, Path]
 ) -> None:
     (here / "folder.jsonl").mkdir()
     told = vlmrun(command, "-m", sound[command], *named(command), "-o", output)
@@ -796,7 +788,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_disk_that_fills_up_keeps_whole_rows(
-    command: str, vlmrun: Run, here: Path, sound: dict[str, Path], small_disk: Path
+    command: str, vlmrun: Command, here: Path, sound: dict[str, Path], small_disk: Path
 ) -> None:
     output = small_disk / "rows.jsonl"
     argv = [command, "-m", sound[command], *named(command), *["good.png"] * 99, "-o", output]
@@ -808,7 +800,7 @@ def test_a_disk_that_fills_up_keeps_whole_rows(
 
 
 def test_a_disk_that_fills_up_under_an_array(
-    vlmrun: Run, here: Path, sound: dict[str, Path], small_disk: Path
+    vlmrun: Command, here: Path, sound: dict[str, Path], small_disk: Path
 ) -> None:
     output = small_disk / "v.npy"
     told = vlmrun("embed", "-m", sound["embed"], *["good.png"] * 60, "-o", output)
@@ -817,18 +809,18 @@ def test_a_disk_that_fills_up_under_an_array(
     assert 0 < len(index) < 60
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, "mem-plan"])
 def test_standard_output_that_is_full(
     command: str,
-    vlmrun: Run,
     here: Path,
     sound: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     full = open("/dev/full", "w")  # noqa: SIM115
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", full)
-        told = vlmrun(command, "-m", sound[command], *named(command))
+    monkeypatch.setattr(sys, "stdout", full)
+    code = main([command, "-m", str(sound[command]), *named(command)])
+    told = Done(code, b"", capsys.readouterr().err)
     assert_refused(told, "standard output cannot be written: No space left", hint="make room")
     os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # what is buffered must go somewhere
     full.close()
@@ -839,7 +831,7 @@ def test_standard_output_that_is_full(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_code_in_the_folder_is_never_run(
-    command: str, vlmrun: Run, here: Path, sound: dict[str, Path], tmp_path: Path
+    command: str, vlmrun: Command, here: Path, sound: dict[str, Path], tmp_path: Path
 ) -> None:
     own = {
         n: f"own.{n}" for n in ("AutoConfig", "AutoModel", "AutoProcessor", "AutoImageProcessor")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from vlmrun import errors
+
 ROOT = Path(__file__).parents[1]
 FLOORS = (  # bottom first; rooms of one floor do not import each other
     {"errors"},
@@ -23,6 +25,12 @@ FLOORS = (  # bottom first; rooms of one floor do not import each other
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match)
 FORBIDDEN = ("manager", "handler", "helper", "utils", "common", "misc")
+KINDS = {
+    name
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, errors.VlmrunError)
+}
+ROWS = {"ImageError", "NotFinite"}  # become rows, except where a command raises them itself
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -134,6 +142,25 @@ def badly_named(modules: list[Module]) -> list[str]:
     return [where for where, name in names if any(word in name.lower() for word in FORBIDDEN)]
 
 
+def unhinted(modules: list[Module]) -> list[str]:
+    """Errors without a hint, and rows with one, which nobody would see."""
+    return [
+        f"{module.name}:{node.lineno} {node.func.id}"
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if node.func.id in KINDS
+        if has_hint(node) == (node.func.id in ROWS and module.room != "cli")
+    ]
+
+
+def has_hint(error: ast.Call) -> bool:
+    """Whether a second argument is given, no part of which is an empty text."""
+    hints = [*error.args[1:], *(word.value for word in error.keywords)]
+    parts = [part for hint in hints for part in ast.walk(hint)]
+    return len(hints) == 1 and not any(isinstance(p, ast.Constant) and p.value == "" for p in parts)
+
+
 @pytest.fixture(scope="module")
 def modules() -> list[Module]:
     return read_modules(ROOT / "vlmrun")
@@ -160,6 +187,10 @@ def test_everything_is_annotated_and_named(modules: list[Module]) -> None:
     assert badly_named(modules) == []
 
 
+def test_errors_say_what_to_do(modules: list[Module]) -> None:
+    assert unhinted(modules) == []
+
+
 def test_the_rules_see_a_bad_house(tmp_path: Path) -> None:
     package = tmp_path / "vlmrun"
     for file, text in {
@@ -169,6 +200,9 @@ def test_the_rules_see_a_bad_house(tmp_path: Path) -> None:
         "if TYPE_CHECKING:\n    from .. import cli",
         "cli/__init__.py": "def deep(x):\n"
         " for a in x:\n  if a:\n   while a:\n    with a:\n     from vlmrun.models import misc",
+        "errors.py": "raise UsageError('a')\nraise UsageError('a', 'b')\n"
+        "raise OutputError('a', '')\nraise SourceError('a', hint='b' if x else '')\n"
+        "raise ImageError('a')\nraise NotFinite('a', 'b')",
         "nn/__init__.py": "import vlmrun.models" + "\ndef long() -> None:\n" + " x = 1\n" * 60,
     }.items():
         (package / file).parent.mkdir(parents=True, exist_ok=True)
@@ -182,6 +216,12 @@ def test_the_rules_see_a_bad_house(tmp_path: Path) -> None:
     }
     assert shapes == {"deep": (6, 4, True), "long": (61, 0, False)}
     assert badly_named(bad) == ["vlmrun.models.misc"]
+    assert unhinted(bad) == [
+        "vlmrun.errors:1 UsageError",
+        "vlmrun.errors:3 OutputError",
+        "vlmrun.errors:4 SourceError",
+        "vlmrun.errors:6 NotFinite",
+    ]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["mem-plan", "-m", "demo"]])

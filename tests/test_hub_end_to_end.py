@@ -7,20 +7,16 @@ checkpoints under the ids of the aliases, and with what goes wrong on the way to
 import json
 import os
 import shutil
-import socket
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import chdir, redirect_stdout
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub.constants
 import pytest
+from commands import PROGRAM, Command, Done, assert_refused, result
 from hub import COMMIT, Hub, fill_cache
-from in_process import Run, Told, assert_refused, result, runner
 from PIL import Image
 
 from vlmrun.cli import main
@@ -35,12 +31,6 @@ RUNNING = (CAPTION, EMBED)
 HUB_ID = {CAPTION: ONEVISION, EMBED: SIGLIP, PLAN: ONEVISION}
 WEIGHTS = "model.safetensors"
 OTHER_COMMIT = "f" * 40
-PROGRAM = shutil.which("vlmrun", path=Path(sys.executable).parent) or "vlmrun"
-
-
-@pytest.fixture
-def vlmrun(capfdbinary: pytest.CaptureFixture[bytes]) -> Run:
-    return runner(capfdbinary)
 
 
 @pytest.fixture(scope="module")
@@ -85,14 +75,10 @@ def output_of(*argv: object) -> bytes:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(cache: Path) -> Path:
     """An empty hub cache, and a working directory with a picture in it."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_TELEMETRY", True)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "here").mkdir()
-    write_picture(tmp_path / "here")
-    monkeypatch.chdir(tmp_path / "here")
-    return tmp_path / "cache"
+    write_picture(Path())
+    return cache
 
 
 @pytest.fixture
@@ -105,25 +91,8 @@ def full_cache(cache: Path, folders: dict[str, Path]) -> Path:
 @pytest.fixture
 def hub(folders: dict[str, Path], cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with Hub(folders) as hub:
-        for name, value in hub.environment(cache).items():
-            monkeypatch.setenv(name, value)
+        hub.visit(cache, monkeypatch)
         yield hub
-
-
-@pytest.fixture
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("the network was asked")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "create_connection", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-
-
-@pytest.fixture
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library waits before it takes a cut download up again."""
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
 
 def write_picture(folder: Path) -> None:
@@ -135,7 +104,7 @@ def write_picture(folder: Path) -> None:
     image.save(folder / "img.jpg", exif=exif)
 
 
-def assert_as_plain(told: Told, line: tuple[str, ...], plain: dict[tuple[str, ...], bytes]) -> None:
+def assert_as_plain(told: Done, line: tuple[str, ...], plain: dict[tuple[str, ...], bytes]) -> None:
     """A caption or a vector equals the one from the plain folder, to the last bit."""
     assert (told.code, told.err) == (0, "")
     if line == CAPTION:
@@ -163,14 +132,14 @@ def weights_in(cache: Path) -> list[Path]:
 @pytest.mark.parametrize("line", RUNNING)
 @pytest.mark.usefixtures("full_cache", "no_network")
 def test_a_cached_model_runs_without_a_network(
-    line: tuple[str, ...], vlmrun: Run, plain: dict[tuple[str, ...], bytes]
+    line: tuple[str, ...], vlmrun: Command, plain: dict[tuple[str, ...], bytes]
 ) -> None:
     assert_as_plain(vlmrun(*line), line, plain)
 
 
 @pytest.mark.usefixtures("full_cache", "no_network")
 def test_a_cached_model_is_planned_from_its_own_headers(
-    vlmrun: Run, plain: dict[tuple[str, ...], bytes]
+    vlmrun: Command, plain: dict[tuple[str, ...], bytes]
 ) -> None:
     told = vlmrun(*PLAN)
     assert (told.code, told.err) == (0, "")
@@ -185,7 +154,7 @@ def test_the_installed_command_asks_nothing_of_the_hub(
     line: tuple[str, ...], hub: Hub, plain: dict[tuple[str, ...], bytes]
 ) -> None:
     done = subprocess.run([PROGRAM, *line], capture_output=True)
-    told = Told(done.returncode, done.stdout, done.stderr.decode())
+    told = Done(done.returncode, done.stdout, done.stderr.decode())
     if line == PLAN:
         assert (told.code, told.err) == (0, "")
         assert b"headers in" in told.out
@@ -195,7 +164,7 @@ def test_the_installed_command_asks_nothing_of_the_hub(
 
 
 def test_a_revision_of_the_cache(
-    vlmrun: Run, full_cache: Path, no_network: None, tmp_path: Path, folders: dict[str, Path]
+    vlmrun: Command, full_cache: Path, no_network: None, tmp_path: Path, folders: dict[str, Path]
 ) -> None:
     from tiny import build_siglip
 
@@ -221,7 +190,7 @@ def test_offline_says_how_to_get_a_model(
     line: tuple[str, ...],
     by: str,
     held: str,
-    vlmrun: Run,
+    vlmrun: Command,
     hub: Hub,
     cache: Path,
     folders: dict[str, Path],
@@ -242,7 +211,7 @@ def test_offline_says_how_to_get_a_model(
 
 @pytest.mark.parametrize("alias", ALIASES)
 @pytest.mark.usefixtures("cache", "no_network")
-def test_aliases_are_planned_from_the_packaged_shapes(alias: str, vlmrun: Run) -> None:
+def test_aliases_are_planned_from_the_packaged_shapes(alias: str, vlmrun: Command) -> None:
     told = vlmrun("mem-plan", "-m", alias, "--ram", "64GiB")
     assert (told.code, told.err) == (0, "")
     assert f"{alias} (" in told.out.decode()
@@ -251,7 +220,7 @@ def test_aliases_are_planned_from_the_packaged_shapes(alias: str, vlmrun: Run) -
     assert offline.out.replace(b" --offline", b"") == told.out
 
 
-def test_mem_plan_alone_needs_nothing(vlmrun: Run, cache: Path, no_network: None) -> None:
+def test_mem_plan_alone_needs_nothing(vlmrun: Command, cache: Path, no_network: None) -> None:
     told = vlmrun(*PLAN)
     assert told.err == ""
     assert "llava-onevision-0.5b (LLaVA-OneVision)" in told.out.decode()
@@ -263,7 +232,7 @@ def test_mem_plan_alone_needs_nothing(vlmrun: Run, cache: Path, no_network: None
 
 @pytest.mark.parametrize("line", RUNNING)
 def test_a_model_is_downloaded_once_and_run(
-    line: tuple[str, ...], vlmrun: Run, hub: Hub, plain: dict[tuple[str, ...], bytes]
+    line: tuple[str, ...], vlmrun: Command, hub: Hub, plain: dict[tuple[str, ...], bytes]
 ) -> None:
     assert_as_plain(vlmrun(*line), line, plain)
     (asked,) = hub.downloads(WEIGHTS)
@@ -278,7 +247,7 @@ def test_the_installed_command_downloads_by_itself(
     line: tuple[str, ...], hub: Hub, plain: dict[tuple[str, ...], bytes]
 ) -> None:
     done = subprocess.run([PROGRAM, *line], capture_output=True)
-    told = Told(done.returncode, done.stdout, done.stderr.decode())
+    told = Done(done.returncode, done.stdout, done.stderr.decode())
     if line == PLAN:
         assert told.err == ""
         assert hub.requests == []
@@ -289,7 +258,7 @@ def test_the_installed_command_downloads_by_itself(
 
 
 def test_headers_are_read_by_range_and_no_weight_is_downloaded(
-    vlmrun: Run,
+    vlmrun: Command,
     hub: Hub,
     cache: Path,
     folders: dict[str, Path],
@@ -309,7 +278,7 @@ def test_headers_are_read_by_range_and_no_weight_is_downloaded(
 
 
 def test_what_was_planned_is_downloaded_and_run(
-    vlmrun: Run, hub: Hub, folders: dict[str, Path], plain: dict[tuple[str, ...], bytes]
+    vlmrun: Command, hub: Hub, folders: dict[str, Path], plain: dict[tuple[str, ...], bytes]
 ) -> None:
     """The configuration is in the cache after a plan; a run finds that the weights are not."""
     hub.repos["someone/onevision"] = folders[ONEVISION]
@@ -318,7 +287,7 @@ def test_what_was_planned_is_downloaded_and_run(
     assert (told.code, told.out, told.err) == (0, plain[CAPTION], "")
 
 
-def test_a_revision_of_the_hub(vlmrun: Run, hub: Hub, cache: Path) -> None:
+def test_a_revision_of_the_hub(vlmrun: Command, hub: Hub, cache: Path) -> None:
     plan = vlmrun("mem-plan", "-m", "siglip", "--revision", COMMIT)
     assert "headers read from the hub" in plan.out.decode()  # the catalogue knows main alone
     (row,) = vlmrun(*EMBED, "--revision", COMMIT).rows
@@ -330,7 +299,7 @@ def test_a_revision_of_the_hub(vlmrun: Run, hub: Hub, cache: Path) -> None:
 
 @pytest.mark.parametrize("argv", [("caption", "img.jpg"), ("embed", "img.jpg"), ("mem-plan",)])
 def test_an_unsupported_model_is_refused_before_a_weight_is_asked_for(
-    argv: tuple[str, ...], vlmrun: Run, hub: Hub, tmp_path: Path, folders: dict[str, Path]
+    argv: tuple[str, ...], vlmrun: Command, hub: Hub, tmp_path: Path, folders: dict[str, Path]
 ) -> None:
     shutil.copytree(folders[ONEVISION], tmp_path / "other")
     (tmp_path / "other" / "config.json").write_text('{"model_type": "idefics3"}')
@@ -354,7 +323,7 @@ def test_an_unsupported_model_is_refused_before_a_weight_is_asked_for(
 )
 @pytest.mark.parametrize("line", [*RUNNING, ("mem-plan", "-m", SIGLIP, "--revision", "main")])
 def test_refusals_of_the_hub(
-    line: tuple[str, ...], refusal: str | int, words: str, hint: str, vlmrun: Run, hub: Hub
+    line: tuple[str, ...], refusal: str | int, words: str, hint: str, vlmrun: Command, hub: Hub
 ) -> None:
     repo_id = HUB_ID.get(line, SIGLIP)
     hub.refusals[repo_id] = refusal
@@ -363,7 +332,7 @@ def test_refusals_of_the_hub(
     assert hub.downloads(WEIGHTS) == []
 
 
-def test_a_model_that_the_hub_does_not_have(vlmrun: Run, hub: Hub) -> None:
+def test_a_model_that_the_hub_does_not_have(vlmrun: Command, hub: Hub) -> None:
     for command in ("caption", "embed", "mem-plan"):
         named = [] if command == "mem-plan" else ["img.jpg"]
         told = vlmrun(command, "-m", "someone/tinny", *named)
@@ -373,7 +342,7 @@ def test_a_model_that_the_hub_does_not_have(vlmrun: Run, hub: Hub) -> None:
 @pytest.mark.parametrize("line", [*RUNNING, ("mem-plan", "-m", SIGLIP, "--revision", "main")])
 @pytest.mark.usefixtures("cache")
 def test_a_hub_out_of_reach(
-    line: tuple[str, ...], vlmrun: Run, monkeypatch: pytest.MonkeyPatch
+    line: tuple[str, ...], vlmrun: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", "*")
@@ -386,7 +355,7 @@ def test_a_hub_out_of_reach(
 @pytest.mark.parametrize("line", RUNNING)
 def test_a_download_cut_in_the_middle_is_taken_up_by_the_next_run(
     line: tuple[str, ...],
-    vlmrun: Run,
+    vlmrun: Command,
     hub: Hub,
     cache: Path,
     no_waiting: None,
@@ -404,14 +373,14 @@ def test_a_download_cut_in_the_middle_is_taken_up_by_the_next_run(
 
 
 def test_a_download_cut_once_is_no_error(
-    vlmrun: Run, hub: Hub, no_waiting: None, plain: dict[tuple[str, ...], bytes]
+    vlmrun: Command, hub: Hub, no_waiting: None, plain: dict[tuple[str, ...], bytes]
 ) -> None:
     hub.cut(WEIGHTS, after=150_000, times=1)
     assert_as_plain(vlmrun(*EMBED), EMBED, plain)
 
 
 def test_configurations_and_headers_cut_in_the_middle(
-    vlmrun: Run, hub: Hub, no_waiting: None, plain: dict[tuple[str, ...], bytes]
+    vlmrun: Command, hub: Hub, no_waiting: None, plain: dict[tuple[str, ...], bytes]
 ) -> None:
     hub.cut("config.json", after=20)
     assert_refused(vlmrun(*EMBED), "was cut", SIGLIP, hint="run it again")
@@ -424,7 +393,7 @@ def test_configurations_and_headers_cut_in_the_middle(
 
 
 def test_shards_that_are_whole_are_kept(
-    vlmrun: Run, hub: Hub, no_waiting: None, tmp_path: Path, plain: dict[tuple[str, ...], bytes]
+    vlmrun: Command, hub: Hub, no_waiting: None, tmp_path: Path, plain: dict[tuple[str, ...], bytes]
 ) -> None:
     from tiny import build_siglip
 
@@ -440,7 +409,7 @@ def test_shards_that_are_whole_are_kept(
 
 
 def test_an_incomplete_upload_is_named_before_a_weight_is_asked_for(
-    vlmrun: Run, hub: Hub, tmp_path: Path
+    vlmrun: Command, hub: Hub, tmp_path: Path
 ) -> None:
     from tiny import build_siglip
 
@@ -453,7 +422,7 @@ def test_an_incomplete_upload_is_named_before_a_weight_is_asked_for(
 
 
 def test_code_on_the_hub_is_neither_downloaded_nor_run(
-    vlmrun: Run, hub: Hub, cache: Path, tmp_path: Path, folders: dict[str, Path]
+    vlmrun: Command, hub: Hub, cache: Path, tmp_path: Path, folders: dict[str, Path]
 ) -> None:
     folder = tmp_path / "own"
     shutil.copytree(folders[SIGLIP], folder)
@@ -469,7 +438,7 @@ def test_code_on_the_hub_is_neither_downloaded_nor_run(
 
 
 def test_a_cache_that_cannot_be_written(
-    vlmrun: Run, hub: Hub, monkeypatch: pytest.MonkeyPatch
+    vlmrun: Command, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("file").touch()
     monkeypatch.setenv("HF_HUB_CACHE", f"{os.getcwd()}/file/cache")

@@ -14,11 +14,10 @@ from entries import (
     noise,
     plan_tiny,
     prompted,
-    read_folder,
     rows_of,
     trace,
 )
-from safetensors.torch import load_file, save_file
+from folders import model_at, weights
 from tiny import build_onevision
 from torch import Tensor, nn
 
@@ -42,16 +41,13 @@ def root_of(ready: Ready) -> nn.Module:
 
 
 def stock(folder: Path, **options: Any) -> nn.Module:
-    name = read_folder(folder).family.model_class
+    name = model_at(folder).family.model_class
     return getattr(transformers, name).from_pretrained(folder, **options)
 
 
 def edited(folder: Path, change: Any) -> Path:
     """A tied checkpoint whose tensors were changed."""
-    build_onevision(folder)
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    weights(change)(build_onevision(folder))
     return folder
 
 
@@ -98,7 +94,7 @@ def test_buffers_are_stocks(fixture: str, compute: str, request: pytest.FixtureR
 
 
 def test_a_buffer_of_unknown_value_is_refused(tiny_onevision: Path) -> None:
-    skeleton = build_skeleton(read_folder(tiny_onevision))
+    skeleton = build_skeleton(model_at(tiny_onevision))
     with torch.device("meta"):
         swap_layers(skeleton, torch.float32)
     skeleton.model.language_model.register_buffer("scale", torch.empty(1, device="meta"))
@@ -167,7 +163,7 @@ def test_a_head_that_differs_is_refused(
         tensors[HEAD] = tensors[TABLE].clone()
         tensors[HEAD][row, 31] += 1e-3
 
-    model = read_folder(edited(tmp_path, change))
+    model = model_at(edited(tmp_path, change))
     with pytest.raises(CheckpointError) as caught:
         load(model, plan_tiny(model))
     assert TABLE in caught.value.message
@@ -177,13 +173,13 @@ def test_a_head_that_differs_is_refused(
 
 def test_a_head_of_another_dtype_is_refused(tmp_path: Path) -> None:
     change = lambda tensors: tensors.update({HEAD: tensors[TABLE].half()})  # noqa: E731
-    model = read_folder(edited(tmp_path, change))
+    model = model_at(edited(tmp_path, change))
     with pytest.raises(CheckpointError, match="differ"):
         load(model, plan_tiny(model))
 
 
 def test_an_untied_head_is_not_compared(tiny_onevision_untied: Path) -> None:
-    model = read_folder(tiny_onevision_untied)
+    model = model_at(tiny_onevision_untied)
     with WeightReader() as reader:
         check_ties(model, reader)
         assert reader.bytes_read == 0
@@ -191,7 +187,7 @@ def test_an_untied_head_is_not_compared(tiny_onevision_untied: Path) -> None:
 
 def test_a_truncated_file_is_noticed_while_ties_are_compared(tmp_path: Path) -> None:
     folder = edited(tmp_path, lambda tensors: tensors.update({HEAD: tensors[TABLE].clone()}))
-    model = read_folder(folder)
+    model = model_at(folder)
     plan = plan_tiny(model)
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(3000)

@@ -64,7 +64,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def vlmrun(*args: object, cgroup: Path | None = None) -> Watched:
-    """Run the installed command and watch its resident memory from outside, every 10 ms."""
+    """Run the installed command, on as many threads as it takes by itself, and watch its
+    resident memory from outside, every 10 ms."""
 
     def join() -> None:
         if cgroup is not None:
@@ -76,6 +77,7 @@ def vlmrun(*args: object, cgroup: Path | None = None) -> Watched:
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=join,
+        env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},
     )
     peak = 0
     while process.poll() is None:

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
+from entries import noise
 from safetensors import safe_open
 from tiny import SPECIAL, build_llava, build_onevision, build_siglip, build_siglip_vision
 
@@ -94,16 +94,13 @@ def test_siglip_text_is_lowered_and_ended(tiny_siglip: Path, tiny_siglip2: Path)
 def test_captions_follow_the_picture(fixture: str, request: pytest.FixtureRequest) -> None:
     """Greedy tokens differ between pictures and within one caption, so comparing them means
     something."""
-    from PIL import Image
-
     folder = request.getfixturevalue(fixture)
     model, _ = load(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     processor = LlavaOnevisionImageProcessorPil.from_pretrained(folder)
     captions = []
     for seed in range(4):
-        noise = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-        pixels = processor(Image.fromarray(noise).resize((40, 40)), return_tensors="pt")
+        pixels = processor(noise(seed), return_tensors="pt")
         # 16 of the base view, 64 + 8 line ends of the 56 x 56 tiles
         prompt = "<|im_start|>user " + "<image>" * 88 + "\nWhat is this?<|im_end|>"
         tokens = tokenizer(prompt, return_tensors="pt")

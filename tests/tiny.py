@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from light import HUB_ONEVISION, renamed
 from safetensors.torch import save_file
 from tiny_tokenizers import (
     CHAT_POSITIONS,
@@ -61,12 +62,6 @@ DECODER = {
     "max_position_embeddings": CHAT_POSITIONS,
     "rope_theta": 1000000.0,
     "model_type": "qwen2",
-}
-HUB_ONEVISION = {  # start of a module path -> start of its name in llava-hf's files
-    "model.language_model.": "language_model.model.",
-    "lm_head.": "language_model.lm_head.",
-    "model.vision_tower.": "vision_tower.vision_model.",
-    "model.": "",
 }
 CHAT_TEMPLATE = Path(__file__).parents[1] / "vlmrun/data/demo-llava/chat_template.jinja"
 
@@ -234,17 +229,10 @@ def _write_model(
         model = model_class(model_class.config_class.from_pretrained(folder))
     # Parameters, not the state dict: a tied head is one parameter and stands once in the file.
     tensors = {
-        _rename(path, renames): random_tensor(path, parameter.shape).to(getattr(torch, dtype))
+        renamed(path, renames): random_tensor(path, parameter.shape).to(getattr(torch, dtype))
         for path, parameter in model.named_parameters()
     }
     write_weights(folder, tensors, shards=shards)
-
-
-def _rename(path: str, renames: Mapping[str, str]) -> str:
-    for start, other in renames.items():
-        if path.startswith(start):
-            return other + path.removeprefix(start)
-    return path
 
 
 def _write_image_processor(folder: Path, family: str, image_size: int, **more: Any) -> None:

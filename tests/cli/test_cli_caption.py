@@ -16,13 +16,12 @@ from commands import Command, Done
 
 from vlmrun.cli import main
 
-NAMES = ("elephant", "strawberry", "red-apple")
 CAPTIONS = ("an elephant", "a strawberry", "a red apple")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture
-def caption(vlmrun: Command, one_thread: None) -> Command:
+def caption(vlmrun: Command) -> Command:
     def run(*argv: object, **streams: Any) -> Done:
         return vlmrun("caption", "-m", "demo", *argv, **streams)
 
@@ -30,19 +29,10 @@ def caption(vlmrun: Command, one_thread: None) -> Command:
 
 
 @pytest.fixture
-def three(pictures: Path) -> list[Path]:
-    return [pictures / f"{name}.png" for name in NAMES]
-
-
-@pytest.fixture
 def broken(tmp_path: Path, three: list[Path]) -> Path:
     path = tmp_path / "broken.png"
     path.write_bytes(three[0].read_bytes()[:200])
     return path
-
-
-def rows(done: Done) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in done.lines]
 
 
 def test_one_file_gives_the_caption_alone(caption: Command, three: list[Path]) -> None:
@@ -70,7 +60,7 @@ def test_the_file_name_can_be_forced(caption: Command, three: list[Path]) -> Non
 
 
 def test_json_rows_say_everything(caption: Command, three: list[Path]) -> None:
-    (alone,) = rows(caption("--json", three[0]))
+    (alone,) = caption("--json", three[0]).rows
     assert isinstance(alone.pop("ms"), float)
     assert isinstance(alone.pop("tokens"), int)
     assert alone == {
@@ -84,7 +74,7 @@ def test_json_rows_say_everything(caption: Command, three: list[Path]) -> None:
         "finish": "stop",
         "sha256": hashlib.sha256(three[0].read_bytes()).hexdigest(),
     }
-    assert [row["caption"] for row in rows(caption("--json", *three))] == list(CAPTIONS)
+    assert [row["caption"] for row in caption("--json", *three).rows] == list(CAPTIONS)
 
 
 def test_what_fails_is_a_row_and_the_others_go_on(
@@ -92,7 +82,7 @@ def test_what_fails_is_a_row_and_the_others_go_on(
 ) -> None:
     done = caption("--json", three[0], broken, "nowhere.png", three[1])
     assert done.code == 3
-    first, second, third, fourth = rows(done)
+    first, second, third, fourth = done.rows
     assert (first["caption"], fourth["caption"]) == CAPTIONS[:2]
     assert (second["path"], third["path"]) == (str(broken), "nowhere.png")
     assert set(second) == {"v", "path", "error"}
@@ -152,7 +142,7 @@ def test_several_prompts_give_several_captions(
         [str(three[0]), "what is it?"],
         [str(three[0]), "Describe this image."],
     ]
-    found = rows(caption(three[0], *asked, "--json"))
+    found = caption(three[0], *asked, "--json").rows
     assert [(row["prompt"], row.get("prompt_name")) for row in found] == [
         ("Describe this image.", "short"),
         ("what is it?", None),
@@ -169,7 +159,7 @@ def test_results_are_written_as_they_are(caption: Command, three: list[Path]) ->
 
 
 def test_generation_flags_reach_the_model(caption: Command, three: list[Path]) -> None:
-    (row,) = rows(caption("--json", three[0], "--max-new-tokens", "1"))
+    (row,) = caption("--json", three[0], "--max-new-tokens", "1").rows
     assert (row["tokens"], row["finish"]) == (1, "length")
     assert caption(three[0], "--stop", "eleph").text.strip() == "an"
     hot = ["--temperature", "50", "--max-new-tokens", "12", three[0]]
@@ -231,7 +221,7 @@ def test_statistics_as_json_repeat_the_plan(
     measured = told["measured"]
     kinds = [measured[f"peak_{kind}_bytes"] for kind in ("anon", "file", "shmem")]
     assert measured["peak_ram_bytes"] == sum(kinds)
-    assert measured["tokens"] == rows(done)[0]["tokens"]
+    assert measured["tokens"] == done.rows[0]["tokens"]
     assert measured["tokens_per_s"] == pytest.approx(measured["tokens"] / measured["run_seconds"])
 
 

@@ -8,35 +8,25 @@ import numpy as np
 import pytest
 from commands import Command, Done
 
-NAMES = ("elephant", "strawberry", "red-apple")
 TEXTS = ("an elephant", "a strawberry", "a red apple")
 
 
 @pytest.fixture
-def embed(vlmrun: Command, one_thread: None) -> Command:
+def embed(vlmrun: Command) -> Command:
     def run(*argv: object, **streams: Any) -> Done:
         return vlmrun("embed", "-m", "demo-siglip", *argv, **streams)
 
     return run
 
 
-@pytest.fixture
-def three(pictures: Path) -> list[Path]:
-    return [pictures / f"{name}.png" for name in NAMES]
-
-
-def rows(done: Done) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in done.lines]
-
-
 def vectors(done: Done) -> Any:
-    return np.array([row["embedding"] for row in rows(done)])
+    return np.array([row["embedding"] for row in done.rows])
 
 
 def test_rows_hold_unit_vectors_of_pictures_and_texts(embed: Command, three: list[Path]) -> None:
     done = embed(*three, *(word for text in TEXTS for word in ("-t", text)))
     assert (done.code, done.err) == (0, "")
-    found = rows(done)
+    found = done.rows
     assert [row.get("path") or row["text"] for row in found] == [*map(str, three), *TEXTS]
     assert {row["model"] for row in found} == {"demo-siglip"}
     numbers = vectors(done)
@@ -48,7 +38,7 @@ def test_texts_alone_leave_stdin_alone(embed: Command, tmp_path: Path) -> None:
     (tmp_path / "texts").write_text("an elephant\n\na strawberry\n")
     done = embed("--texts-from", tmp_path / "texts", stdin=b"nowhere.png\n")
     assert (done.code, done.err) == (0, "")
-    assert [row["text"] for row in rows(done)] == list(TEXTS[:2])
+    assert [row["text"] for row in done.rows] == list(TEXTS[:2])
     piped = embed("--texts-from", "-", stdin=b"an elephant\r\na strawberry\n")
     assert vectors(piped).tolist() == vectors(done).tolist()
     assert embed("-t", "an elephant", terminals="stdin").code == 0
@@ -56,7 +46,7 @@ def test_texts_alone_leave_stdin_alone(embed: Command, tmp_path: Path) -> None:
 
 def test_paths_come_from_stdin_without_texts(embed: Command, three: list[Path]) -> None:
     done = embed(stdin="\n".join(map(str, three)).encode())
-    assert [row["path"] for row in rows(done)] == [str(path) for path in three]
+    assert [row["path"] for row in done.rows] == [str(path) for path in three]
 
 
 @pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors"])

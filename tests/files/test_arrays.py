@@ -1,6 +1,5 @@
 import json
 import os
-import resource
 import subprocess
 import sys
 from io import BytesIO
@@ -9,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from faults import full_disk
 from safetensors import safe_open
 
 from vlmrun.errors import OutputError
@@ -187,13 +187,8 @@ def test_full_disk_while_writing(tmp_path, limit, old_kept):
     output = tmp_path / "v.npy"
     output.write_bytes(b"old")
     opened = writer(output, exists="overwrite")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
-    try:
-        with pytest.raises(OutputError, match="cannot be written: File too large"):
-            opened.write(embedding())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(limit), pytest.raises(OutputError, match="written: File too large"):
+        opened.write(embedding())
     opened.close()
     assert output.exists() == old_kept
     assert not (tmp_path / "v.npy.lock").exists()
@@ -204,14 +199,9 @@ def test_full_disk_while_the_array_is_built(tmp_path, name):
     opened = writer(tmp_path / name)
     row = embedding(shape=(300,))
     opened.write(row)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))
-    try:
-        with pytest.raises(OutputError, match=f"{name} cannot be written") as caught:
-            opened.commit()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        opened.close()
+    with full_disk(600), pytest.raises(OutputError, match=f"{name} cannot be written") as caught:
+        opened.commit()
+    opened.close()
     assert caught.value.exit_code == 1
     assert left(tmp_path) == [f"{name}.jsonl", f"{name}.part"], "the vectors are kept"
     assert (tmp_path / f"{name}.part").read_bytes() == row.vector.tobytes()
@@ -221,14 +211,9 @@ def test_row_that_failed_half_way_does_not_shift_the_next(tmp_path):
     output = tmp_path / "v.npy"
     with writer(output) as opened:
         opened.write(embedding("a.jpg"))
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         room = (tmp_path / "v.npy.jsonl").stat().st_size + 10
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
-        try:
-            with pytest.raises(OutputError):
-                opened.write(embedding("bb.jpg"))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with full_disk(room), pytest.raises(OutputError):
+            opened.write(embedding("bb.jpg"))
         opened.write(embedding("ccc.jpg"))
     assert [row["path"] for row in index_of(output)] == ["a.jpg", "ccc.jpg"]
     expected = np.stack([embedding(name).vector for name in ["a.jpg", "ccc.jpg"]])

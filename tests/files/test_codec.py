@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from faults import both_fail
 from PIL import Image
 
 from vlmrun.errors import ImageError
@@ -81,17 +82,6 @@ def huge_png(width: int, height: int) -> bytes:
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     crc = struct.pack(">I", zlib.crc32(b"IHDR" + header))
     return b"\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR" + header + crc + b"\0\0\x0f\xffIDATxx"
-
-
-def both_fail(image: ImageInput, words: str, options: DecodeOptions) -> ImageError:
-    """The error of decoding, after checking that reading the size fails the same way."""
-    with pytest.raises(ImageError, match=words) as by_size:
-        read_size(image, options=options)
-    with pytest.raises(ImageError, match=words) as by_decoding:
-        decode_image(image, options=options)
-    assert by_decoding.value.message == by_size.value.message
-    assert by_decoding.value.exit_code == 1
-    return by_decoding.value
 
 
 @pytest.mark.parametrize(("width", "height"), [(20000, 20000), (178_956_971, 1), (60000, 65000)])

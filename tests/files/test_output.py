@@ -1,40 +1,29 @@
 import fcntl
 import os
-import resource
-from collections.abc import Iterator
 
 import pytest
+from faults import full_disk
 
 from vlmrun.errors import OutputError
 from vlmrun.files.output import FileSink, OutputLock
 
 
-@pytest.fixture
-def full_disk() -> Iterator[None]:
-    """No file grows beyond 100 bytes."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-@pytest.mark.usefixtures("full_disk")
 def test_full_disk_leaves_no_half_row(tmp_path):
-    sink = FileSink(tmp_path / "x", replaces=False)
-    sink.write(b"a" * 59 + b"\n", finished=True)
-    for _ in range(2):
-        with pytest.raises(OutputError, match="x cannot be written: File too large"):
-            sink.write(b"b" * 59 + b"\n", finished=True)
-    sink.write(b"c" * 19 + b"\n", finished=True)
-    sink.close()
+    with full_disk(100):
+        sink = FileSink(tmp_path / "x", replaces=False)
+        sink.write(b"a" * 59 + b"\n", finished=True)
+        for _ in range(2):
+            with pytest.raises(OutputError, match="x cannot be written: File too large"):
+                sink.write(b"b" * 59 + b"\n", finished=True)
+        sink.write(b"c" * 19 + b"\n", finished=True)
+        sink.close()
     assert (tmp_path / "x").read_bytes() == b"a" * 59 + b"\n" + b"c" * 19 + b"\n"
 
 
-@pytest.mark.usefixtures("full_disk")
 def test_full_disk_at_the_first_row_keeps_the_old_file(tmp_path):
     (tmp_path / "x").write_bytes(b"old")
     sink = FileSink(tmp_path / "x", replaces=True)
-    with pytest.raises(OutputError, match="File too large"):
+    with full_disk(100), pytest.raises(OutputError, match="File too large"):
         sink.write(b"b" * 200, finished=True)
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert (tmp_path / "x").read_bytes() == b"old"

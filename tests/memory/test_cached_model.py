@@ -14,11 +14,11 @@ from entries import (
     noise,
     plan_tiny,
     prompted,
-    read_folder,
     rows_of,
     shifted,
     trace,
 )
+from folders import model_at
 from torch import Tensor, nn
 
 from vlmrun.errors import CheckpointError
@@ -292,7 +292,7 @@ def test_shrink_to_nothing(tiny_onevision: Path, resident: str) -> None:
 
 def by_turns(folder: Path) -> Ready:
     """A plan under which each phase keeps its own layers and none of the other's."""
-    model = read_folder(folder)
+    model = model_at(folder)
     plan = plan_tiny(model, resident="50%")
 
     def moved(use: Placement) -> Placement:

@@ -5,7 +5,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from entries import build_cut_head, read_folder
+from entries import build_cut_head
+from folders import model_at
 from safetensors.torch import load_file
 from tiny import VISION
 
@@ -26,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Model:
-    return read_folder(folder)
+    return model_at(folder)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from light import words
 from safetensors.numpy import save_file
 
 from vlmrun.errors import VlmrunError
@@ -44,13 +45,13 @@ def write_repo(folder: Path, *, shards: int = 1) -> Path:
 
 @contextmanager
 def says(
-    kind: type[VlmrunError], *words: str, hint: str
+    kind: type[VlmrunError], *texts: str, hint: str
 ) -> Iterator[pytest.ExceptionInfo[VlmrunError]]:
-    """Expect this very kind of error, one line and one line of hint, with these words."""
+    """Expect this very kind of error, one line and one line of hint, with these texts."""
     with pytest.raises(kind) as caught:
         yield caught
     error = caught.value
     assert type(error) is kind
-    assert "\n" not in error.message + error.hint
-    assert [word for word in words if word not in error.message] == [], error.message
+    assert words(error)
+    assert [text for text in texts if text not in error.message] == [], error.message
     assert hint in error.hint

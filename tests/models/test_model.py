@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from light import (
+    HUB_ONEVISION,
     ONEVISION,
     ONEVISION_7B,
     SIGLIP,
@@ -16,9 +17,9 @@ from light import (
     TINY_SIGLIP,
     TINY_VISION,
     changed,
-    hub_name,
     model_of,
     module_tensors,
+    renamed,
     words,
     write_folder,
     write_safetensors,
@@ -127,12 +128,12 @@ def test_packaged_models_open_as_any_folder(demo: str) -> None:
 def test_hub_and_module_names_mean_the_same(config: Config, tmp_path: Path) -> None:
     tensors = module_tensors(config)
     prefix = "vision_model." if config is TINY_VISION else ""
-    named = {prefix + hub_name(path): entry for path, entry in tensors.items()}
+    named = {prefix + renamed(path, HUB_ONEVISION): entry for path, entry in tensors.items()}
     plain = describe_model(str(write_folder(tmp_path / "plain", config, tensors)))
     hub = describe_model(str(write_folder(tmp_path / "hub", config, named)))
     assert weight_keys(plain).keys() == weight_keys(hub).keys()
     for path, key in weight_keys(plain).items():
-        assert weight_keys(hub)[path] == prefix + hub_name(key)
+        assert weight_keys(hub)[path] == prefix + renamed(key, HUB_ONEVISION)
     if config in (TINY_ONEVISION, UNTIED):
         assert "vision_tower.vision_model.embeddings.patch_embedding.weight" in named
         assert "language_model.model.norm.weight" in named

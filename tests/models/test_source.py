@@ -18,7 +18,7 @@ from vlmrun.models.source import (
     resolve_source,
 )
 
-pytestmark = pytest.mark.usefixtures("cache", "no_sockets")
+pytestmark = pytest.mark.usefixtures("cache", "no_network")
 
 
 class TestLocal:

@@ -1,10 +1,13 @@
 """Picture features: the same bits wherever the tower lies, and stock's values."""
 
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from entries import DTYPES, RESIDENCIES, Prompted, load_tiny, noise, prompted, read_folder, shifted
+from entries import DTYPES, RESIDENCIES, Prompted, load_tiny, noise, prompted, shifted
+from folders import model_at
 from tiny import build_onevision
 from torch import Tensor
 from transformers import LlavaOnevisionForConditionalGeneration
@@ -35,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def prompts(tiny_onevision: Path) -> dict[str, Prompted]:
-    model = read_folder(tiny_onevision)
+    model = model_at(tiny_onevision)
     return {
         name: prompted(model, [noise(i, *size) for i, size in enumerate(sizes)])
         for name, sizes in PROMPTS.items()
@@ -52,9 +55,13 @@ def encode(folder: Path, batch: list[Prompted], **options: str) -> list[Tensor]:
     return found
 
 
+@lru_cache
+def stock(folder: Path) -> LlavaOnevisionForConditionalGeneration:
+    return LlavaOnevisionForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+
+
 @torch.no_grad()
-def stock_features(folder: Path, prompt: Prompted) -> Tensor:
-    model = LlavaOnevisionForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+def stock_features(model: Any, prompt: Prompted) -> Tensor:
     wanted = ("pixel_values", "image_sizes", "batch_num_images")
     seen = model.get_image_features(**{name: prompt.stock[name] for name in wanted})
     return torch.cat(seen.pooler_output)
@@ -92,7 +99,7 @@ def test_features_equal_stock(
 ) -> None:
     [mine] = encode(folders[depth], [prompts[name]], resident="50%")
     torch.testing.assert_close(
-        mine, stock_features(folders[depth], prompts[name]), atol=2e-5, rtol=0
+        mine, stock_features(stock(folders[depth]), prompts[name]), atol=2e-5, rtol=0
     )
 
 

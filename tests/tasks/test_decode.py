@@ -17,12 +17,12 @@ from entries import (
     load_tiny,
     noise,
     prompted,
-    read_folder,
     rows_of,
     shifted,
     trace,
     vocabulary_of,
 )
+from folders import model_at
 from tiny import SPECIAL, build_onevision
 from transformers import LlavaOnevisionForConditionalGeneration
 
@@ -53,7 +53,7 @@ def folders(
 
 @pytest.fixture(scope="module")
 def prompts(tiny_onevision: Path) -> dict[str, Prompted]:
-    model = read_folder(tiny_onevision)
+    model = model_at(tiny_onevision)
     return {
         name: prompted(model, [noise(i, *size) for i, size in enumerate(sizes)], text)
         for name, (sizes, text) in PROMPTS.items()

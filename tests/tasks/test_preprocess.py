@@ -82,18 +82,19 @@ def test_rows_equal_the_stock_processor(onevision: Model, sizes: list[tuple[int,
     )
     nested = {"images": [images]} if images else {}
     expected = stock(text=[chat], return_tensors="pt", **nested)
-    row = CaptionPreprocessor(onevision).prepare(images, PROMPT)
-    assert row.input_ids == tuple(expected["input_ids"][0].tolist())
-    if not images:
-        assert (row.pixel_values, row.image_sizes, row.crops) == (None, (), ())
+    preprocessor = CaptionPreprocessor(onevision)
+    seen = preprocessor.pictures(images) if images else None
+    ids = preprocessor.input_ids(PROMPT, seen)
+    assert ids == tuple(expected["input_ids"][0].tolist())
+    if seen is None:
         return
-    assert row.pixel_values is not None
-    assert row.pixel_values.dtype == torch.float32
-    assert row.pixel_values.is_contiguous()
+    assert seen.pixel_values.dtype == torch.float32
+    assert seen.pixel_values.is_contiguous()
     pixels = expected["pixel_values"]  # [1, C, 3, S, S] for one picture, [C, 3, S, S] for several
-    assert torch.equal(row.pixel_values, pixels.reshape(-1, *pixels.shape[-3:]))
-    assert [list(size) for size in row.image_sizes] == expected["image_sizes"].tolist()
-    assert sum(row.crops) == len(row.pixel_values)
+    assert torch.equal(seen.pixel_values, pixels.reshape(-1, *pixels.shape[-3:]))
+    assert [list(size) for size in seen.sizes] == expected["image_sizes"].tolist()
+    assert sum(seen.crops) == len(seen.pixel_values)
+    assert sum(seen.tokens) == ids.count(preprocessor.vocabulary.placeholder_id)
 
 
 @pytest.mark.parametrize("size", [(40, 40), (97, 60), (60, 97), (3, 3000), (3000, 2)], ids=str)
@@ -109,10 +110,9 @@ def test_low_detail_is_the_view_of_several_pictures(
     expected = stock([[image, image]], return_tensors="pt")["pixel_values"][0]
     for strip_pixels in (crops_module.STRIP_PIXELS, 7 * max(size)):
         monkeypatch.setattr(crops_module, "STRIP_PIXELS", strip_pixels)
-        low = preprocessor.prepare([image], PROMPT, detail="low")
-        assert low.crops == (1,)
+        low = preprocessor.pictures([image], detail="low")
+        assert (low.crops, low.tokens) == ((1,), (vision.tokens + 1,))
         assert torch.equal(low.pixel_values, expected)
-    assert low.input_ids.count(preprocessor.image_token_id) == vision.tokens + 1
 
 
 @pytest.mark.parametrize("detail", ["high", "low"])
@@ -121,24 +121,26 @@ def test_rows_cost_what_the_family_says(onevision: Model, detail: Any) -> None:
     for _ in range(30):
         image = Image.new("RGB", (source.randint(1, 300), source.randint(1, 300)))
         cost = onevision.family.image_cost(onevision.architecture, *image.size, detail)
-        row = preprocessor.prepare([image], PROMPT, detail=detail)
-        assert row.input_ids.count(preprocessor.image_token_id) == cost.tokens
-        assert row.crops == (cost.crops,)
+        seen = preprocessor.pictures([image], detail=detail)
+        ids = preprocessor.input_ids(PROMPT, seen)
+        assert ids.count(preprocessor.vocabulary.placeholder_id) == cost.tokens
+        assert (seen.crops, len(seen.pixel_values)) == ((cost.crops,), cost.crops)
 
 
 def test_pictures_too_long_to_pad_are_refused(onevision: Model) -> None:
     strip = Image.new("RGB", (70_000, 1))
-    assert CaptionPreprocessor(onevision).prepare([strip], PROMPT).pixel_values is not None
+    preprocessor = CaptionPreprocessor(onevision)
+    assert preprocessor.pictures([strip]).sizes == ((1, 70_000),)
     with pytest.raises(ImageError, match="70000 pixels long"):
-        CaptionPreprocessor(onevision).prepare([strip], PROMPT, detail="low")
+        preprocessor.pictures([strip], detail="low")
 
 
 def test_system_prompt_goes_first(onevision: Model) -> None:
     preprocessor = CaptionPreprocessor(onevision)
-    row = preprocessor.prepare([], PROMPT, system="Answer with one word.")
-    text = preprocessor.tokenizer.decode(row.input_ids)
+    ids = preprocessor.input_ids(PROMPT, None, system="Answer with one word.")
+    text = preprocessor.vocabulary.tokenizer.decode(ids)
     assert text.index("system") < text.index("Answer with one word.") < text.index(PROMPT)
-    assert row.input_ids != preprocessor.prepare([], PROMPT).input_ids
+    assert ids != preprocessor.input_ids(PROMPT, None)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +155,7 @@ def test_texts_that_cannot_be_meant_are_refused(
     onevision: Model, prompt: str, system: str, words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):
-        CaptionPreprocessor(onevision).prepare([picture(9, 9)], prompt, system=system)
+        CaptionPreprocessor(onevision).input_ids(prompt, None, system=system)
 
 
 def test_settings_are_used(tiny_onevision: Path, tmp_path: Path) -> None:
@@ -168,15 +170,9 @@ def test_settings_are_used(tiny_onevision: Path, tmp_path: Path) -> None:
     stock = LlavaOnevisionImageProcessorPil.from_pretrained(tmp_path)
     expected = stock([[image], [picture(9, 30), image]], return_tensors="pt")["pixel_values"]
     preprocessor = CaptionPreprocessor(model)
-    assert torch.equal(preprocessor.prepare([image], PROMPT).pixel_values, expected[0])
-    both = preprocessor.prepare([picture(9, 30), image], PROMPT)
+    assert torch.equal(preprocessor.pictures([image]).pixel_values, expected[0])
+    both = preprocessor.pictures([picture(9, 30), image])
     assert torch.equal(both.pixel_values, expected[1:, 0])
-
-
-@pytest.fixture(params=["tiny_siglip", "tiny_siglip2"])
-def siglip(request: pytest.FixtureRequest) -> Path:
-    folder: Path = request.getfixturevalue(request.param)
-    return folder
 
 
 def test_pictures_are_squashed_not_cropped(siglip: Path) -> None:

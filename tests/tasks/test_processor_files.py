@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from folders import Change, all_of, changed, model_at, picture, replaced, setting, without
+from tiny_tokenizers import SPECIAL
 from transformers import AutoTokenizer
 from transformers.utils.logging import warning_once
 
@@ -15,12 +16,6 @@ from vlmrun.errors import CheckpointError, UsageError
 from vlmrun.tasks.preprocess import CaptionPreprocessor, EmbedPreprocessor
 
 PROMPT = "What is in the picture?"
-
-
-@pytest.fixture(params=["tiny_siglip", "tiny_siglip2"])
-def siglip(request: pytest.FixtureRequest) -> Path:
-    folder: Path = request.getfixturevalue(request.param)
-    return folder
 
 
 def unending_decoder(folder: Path) -> None:
@@ -54,7 +49,7 @@ def test_template_faults_are_told_apart(
     change = replaced("chat_template.jinja", template.encode())
     preprocessor = CaptionPreprocessor(changed(tiny_onevision, tmp_path, change))
     with pytest.raises(error, match=words):
-        preprocessor.prepare([picture(9, 9)], PROMPT, system=system)
+        preprocessor.input_ids(PROMPT, preprocessor.pictures([picture(9, 9)]), system=system)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +66,8 @@ def test_template_is_found_wherever_it_lies(
 ) -> None:
     moved = all_of(without("chat_template.jinja"), change)
     preprocessor = CaptionPreprocessor(changed(tiny_onevision, tmp_path, moved))
-    row = preprocessor.prepare([picture(9, 9)], PROMPT)
-    assert preprocessor.tokenizer.decode(row.input_ids).startswith("jason")
+    ids = preprocessor.input_ids(PROMPT, preprocessor.pictures([picture(9, 9)]))
+    assert preprocessor.vocabulary.tokenizer.decode(ids).startswith("jason")
 
 
 BAD_CAPTION_FILES = {
@@ -85,6 +80,14 @@ BAD_CAPTION_FILES = {
     "no filter": (setting("preprocessor_config.json", resample=None), "does not say resample"),
     "unknown filter": (setting("preprocessor_config.json", resample=17), "cannot be read"),
     "two colours": (setting("preprocessor_config.json", image_mean=[0.5, 0.5]), "cannot be read"),
+    "an endless colour": (
+        setting("preprocessor_config.json", image_mean=[0.5, 0.5, float("inf")]),
+        "cannot be read",
+    ),
+    "no spread": (
+        setting("preprocessor_config.json", image_std=[0.5, 0, 0.5]),
+        "make no finite numbers",
+    ),
     "another size": (
         setting("preprocessor_config.json", size={"height": 56, "width": 56}),
         "size is .* image_size 28",
@@ -126,6 +129,22 @@ BAD_CAPTION_FILES = {
         ),
         "no file names the token that ends",
     ),
+    "an end in words": (
+        setting("generation_config.json", eos_token_id="<|im_end|>"),
+        r"generation_config\.json: eos_token_id is '<\|im_end\|>', and .* has tokens 0 to 407",
+    ),
+    "ends in lists": (setting("generation_config.json", eos_token_id=[[397], 395]), "eos_token_id"),
+    "an end outside": (setting("generation_config.json", eos_token_id=[397, 408]), "eos_token_id"),
+    "an end below": (setting("generation_config.json", eos_token_id=-1), "eos_token_id is -1"),
+    "an end that is true": (setting("generation_config.json", eos_token_id=True), "is True"),
+    "an end outside, in another file": (
+        all_of(without("generation_config.json"), setting("config.json", eos_token_id=408)),
+        r"config\.json: eos_token_id is 408",
+    ),
+    "a length in words": (
+        setting("tokenizer_config.json", model_max_length="long"),
+        r"tokenizer_config\.json: model_max_length is 'long', not a number",
+    ),
 }
 
 
@@ -150,11 +169,12 @@ def test_bad_files_are_refused_by_name(tiny_onevision: Path, tmp_path: Path, fau
 def test_what_can_be_derived_may_be_missing(
     tiny_onevision: Path, tmp_path: Path, change: Change
 ) -> None:
+    whole = CaptionPreprocessor(model_at(tiny_onevision))
+    part = CaptionPreprocessor(changed(tiny_onevision, tmp_path, change))
     image = picture(70, 40)
-    whole = CaptionPreprocessor(model_at(tiny_onevision)).prepare([image], PROMPT)
-    part = CaptionPreprocessor(changed(tiny_onevision, tmp_path, change)).prepare([image], PROMPT)
-    assert part.input_ids == whole.input_ids
-    assert torch.equal(part.pixel_values, whole.pixel_values)
+    seen, same = whole.pictures([image]), part.pictures([image])
+    assert torch.equal(same.pixel_values, seen.pixel_values)
+    assert part.input_ids(PROMPT, same) == whole.input_ids(PROMPT, seen)
 
 
 def test_settings_may_be_nested_in_the_processor_configuration(
@@ -166,8 +186,8 @@ def test_settings_may_be_nested_in_the_processor_configuration(
         without("preprocessor_config.json")(folder)
 
     image = picture(70, 40)
-    nested = CaptionPreprocessor(changed(tiny_onevision, tmp_path, nest)).prepare([image], PROMPT)
-    flat = CaptionPreprocessor(model_at(tiny_onevision)).prepare([image], PROMPT)
+    nested = CaptionPreprocessor(changed(tiny_onevision, tmp_path, nest)).pictures([image])
+    flat = CaptionPreprocessor(model_at(tiny_onevision)).pictures([image])
     assert torch.equal(nested.pixel_values, flat.pixel_values)
 
 
@@ -187,11 +207,9 @@ def test_settings_may_be_nested_in_the_processor_configuration(
 def test_stop_tokens_come_from_the_first_file_that_names_them(
     tiny_onevision: Path, tmp_path: Path, change: Change, stops: set[int]
 ) -> None:
-    preprocessor = CaptionPreprocessor(changed(tiny_onevision, tmp_path, change))
-    assert preprocessor.stop_ids == stops
-    assert preprocessor.pad_id == 395
-    vocabulary = preprocessor.vocabulary
-    assert (vocabulary.stop_ids, vocabulary.placeholder_id) == (stops, preprocessor.image_token_id)
+    vocabulary = CaptionPreprocessor(changed(tiny_onevision, tmp_path, change)).vocabulary
+    assert (vocabulary.stop_ids, vocabulary.pad_id) == (stops, SPECIAL["<|endoftext|>"])
+    assert vocabulary.placeholder_id == SPECIAL["<image>"]
 
 
 def test_checkpoint_code_is_not_run(tiny_onevision: Path, tmp_path: Path) -> None:
@@ -231,6 +249,11 @@ BAD_TEXT_FILES = {
         setting("tokenizer_config.json", pad_token=None),
         "does not end and pad texts",
     ),
+    "a length in words": (
+        "tiny_siglip",
+        setting("tokenizer_config.json", model_max_length="16"),
+        "model_max_length is '16', not a number",
+    ),
 }
 
 
@@ -267,6 +290,13 @@ def test_tokens_that_the_model_lacks_are_refused(tiny_siglip2: Path, tmp_path: P
         preprocessor.tokens(["a fox", "a zebra"])
 
 
+def test_padding_that_the_model_lacks_is_refused(tiny_siglip2: Path, tmp_path: Path) -> None:
+    """Its row of the table would be another tensor's bytes."""
+    model = changed(tiny_siglip2, tmp_path, setting("tokenizer_config.json", pad_token="<more>"))
+    with pytest.raises(CheckpointError, match="the tokenizer gives id 300"):
+        EmbedPreprocessor(model, texts=True, images=False)
+
+
 def test_nothing_is_asked_of_the_network(
     siglip: Path, tiny_onevision: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,7 +325,7 @@ def test_transformers_says_nothing(
     try:
         warning_once.cache_clear()
         EmbedPreprocessor(model, texts=True, images=True).tokens(["jump " * 40, "umbrella </s>"])
-        CaptionPreprocessor(model_at(tiny_onevision)).prepare([], "jump " * 2000)
+        CaptionPreprocessor(model_at(tiny_onevision)).input_ids("jump " * 2000, None)
         assert caplog.messages == []
         warning_once.cache_clear()
         AutoTokenizer.from_pretrained(tmp_path)("jump " * 40)

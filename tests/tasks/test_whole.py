@@ -1,24 +1,26 @@
 """`--allow-untested`: a model that no family runs, loaded whole and run by stock `generate()`."""
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from folders import Change, all_of, picture, replaced, setting, without
-from in_process import Run, assert_refused, runner
-from safetensors.torch import load_file, save_file
+from commands import Command, assert_refused
+from folders import (
+    WEIGHTS,
+    Change,
+    Tensors,
+    all_of,
+    copied,
+    picture,
+    replaced,
+    setting,
+    weights,
+    without,
+)
 
 FLAGS = ("caption", "--allow-untested", "--max-new-tokens", "12")
-WEIGHTS = "model.safetensors"
-
-
-@pytest.fixture
-def vlmrun(capfdbinary: pytest.CaptureFixture[bytes]) -> Run:
-    return runner(capfdbinary)
 
 
 @pytest.fixture(scope="module")
@@ -34,21 +36,6 @@ def pictures(tmp_path: Path) -> list[Path]:
     for path, size in zip(paths, [(60, 40), (30, 90)], strict=True):
         picture(*size).save(path)
     return paths
-
-
-def changed(folder: Path, target: Path, change: Change) -> Path:
-    shutil.copytree(folder, target)
-    change(target)
-    return target
-
-
-def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
-    def rewrite(folder: Path) -> None:
-        tensors = load_file(folder / WEIGHTS)
-        change(tensors)
-        save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-
-    return rewrite
 
 
 def stock_captions(folder: Path, pictures: list[Path], prompt: str) -> list[str]:
@@ -75,7 +62,7 @@ def stock_captions(folder: Path, pictures: list[Path], prompt: str) -> list[str]
     return captions
 
 
-def test_captions_equal_stock_generate(vlmrun: Run, llava: Path, pictures: list[Path]) -> None:
+def test_captions_equal_stock_generate(vlmrun: Command, llava: Path, pictures: list[Path]) -> None:
     told = vlmrun(*FLAGS, "-m", llava, "--json", *pictures, "-p", "what is it?")
     assert told.code == 0
     note = "vlmrun: llava is untested: loaded whole, its working memory is not planned\n"
@@ -89,19 +76,21 @@ def test_captions_equal_stock_generate(vlmrun: Run, llava: Path, pictures: list[
 
 @pytest.mark.parametrize("flags", [["--dtype", "bf16"], ["--compute-dtype", "bf16"]])
 def test_the_dtype_asked_for_is_the_one_it_runs_in(
-    vlmrun: Run, llava: Path, pictures: list[Path], flags: list[str]
+    vlmrun: Command, llava: Path, pictures: list[Path], flags: list[str]
 ) -> None:
     (row,) = vlmrun(*FLAGS, "-m", llava, pictures[0], "--json", *flags).rows
     assert row["dtype"] == "bfloat16"
 
 
-def test_sampling_follows_its_seed(vlmrun: Run, llava: Path, pictures: list[Path]) -> None:
+def test_sampling_follows_its_seed(vlmrun: Command, llava: Path, pictures: list[Path]) -> None:
     hot = [*FLAGS, "-m", llava, pictures[0], "--temperature", "2"]
     first, again, other = (vlmrun(*hot, "--seed", seed).out for seed in (1, 1, 2))
     assert first == again != other
 
 
-def test_a_bad_picture_is_a_row_here_too(vlmrun: Run, llava: Path, pictures: list[Path]) -> None:
+def test_a_bad_picture_is_a_row_here_too(
+    vlmrun: Command, llava: Path, pictures: list[Path]
+) -> None:
     pictures[0].write_bytes(pictures[0].read_bytes()[:60])
     told = vlmrun(*FLAGS, "-m", llava, "--json", *pictures)
     assert told.code == 3
@@ -110,12 +99,12 @@ def test_a_bad_picture_is_a_row_here_too(vlmrun: Run, llava: Path, pictures: lis
 
 @pytest.mark.parametrize("flags", [[], ["--temperature", "1"]])
 def test_overflow_is_a_row_and_no_caption(
-    vlmrun: Run, llava: Path, pictures: list[Path], tmp_path: Path, flags: list[str]
+    vlmrun: Command, llava: Path, pictures: list[Path], tmp_path: Path, flags: list[str]
 ) -> None:
-    def scale(tensors: dict[str, torch.Tensor]) -> None:
+    def scale(tensors: Tensors) -> None:
         tensors["model.vision_tower.embeddings.patch_embedding.weight"] *= 1e5
 
-    folder = changed(llava, tmp_path / "large", weights(scale))
+    folder = copied(llava, tmp_path / "large", weights(scale))
     assert vlmrun(*FLAGS, "-m", folder, pictures[0], *flags).code == 0
     told = vlmrun(*FLAGS, "-m", folder, pictures[0], "--json", "--dtype", "float16", *flags)
     assert told.code == 1
@@ -124,7 +113,7 @@ def test_overflow_is_a_row_and_no_caption(
     assert "not finite" in row["error"]["message"]
 
 
-def test_what_does_not_fit_exits_4(vlmrun: Run, llava: Path, pictures: list[Path]) -> None:
+def test_what_does_not_fit_exits_4(vlmrun: Command, llava: Path, pictures: list[Path]) -> None:
     told = vlmrun(*FLAGS, "-m", llava, pictures[0], "--ram", "100MiB")
     assert_refused(told, "llava does not fit 100 MiB of RAM", "smallest budget", code=4)
     smallest = told.err.partition("use --ram ")[2].split()[0]
@@ -135,13 +124,13 @@ def test_what_does_not_fit_exits_4(vlmrun: Run, llava: Path, pictures: list[Path
     "flags", [["--stop", "."], ["--detail", "low"], ["--resident", "50%"], ["--batch-size", "2"]]
 )
 def test_flags_that_would_be_ignored_are_refused(
-    vlmrun: Run, llava: Path, pictures: list[Path], flags: list[str]
+    vlmrun: Command, llava: Path, pictures: list[Path], flags: list[str]
 ) -> None:
     told = vlmrun(*FLAGS, "-m", llava, pictures[0], *flags)
     assert_refused(told, f"{flags[0]}: ", "is untested", hint="leave it out", code=2)
 
 
-def test_two_dtypes_are_refused(vlmrun: Run, llava: Path, pictures: list[Path]) -> None:
+def test_two_dtypes_are_refused(vlmrun: Command, llava: Path, pictures: list[Path]) -> None:
     dtypes = ["--dtype", "bfloat16", "--compute-dtype", "float32"]
     told = vlmrun(*FLAGS, "-m", llava, pictures[0], *dtypes)
     assert_refused(told, "--dtype and --compute-dtype differ", hint="give one", code=2)
@@ -151,7 +140,11 @@ def test_two_dtypes_are_refused(vlmrun: Run, llava: Path, pictures: list[Path]) 
     "argv", [("caption", "p.png"), ("embed", "p.png"), ("mem-plan",)], ids=lambda argv: argv[0]
 )
 def test_without_the_flag_it_is_refused_with_what_works(
-    vlmrun: Run, llava: Path, argv: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vlmrun: Command,
+    llava: Path,
+    argv: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     picture(9, 9).save("p.png")
@@ -161,11 +154,11 @@ def test_without_the_flag_it_is_refused_with_what_works(
     assert_refused(told, hint="vlmrun caption --allow-untested")
 
 
-def lose(tensors: dict[str, torch.Tensor]) -> None:
+def lose(tensors: Tensors) -> None:
     tensors.pop("model.vision_tower.embeddings.class_embedding")
 
 
-def misshape(tensors: dict[str, torch.Tensor]) -> None:
+def misshape(tensors: Tensors) -> None:
     tensors["model.vision_tower.embeddings.class_embedding"] = torch.ones(3)
 
 
@@ -190,9 +183,9 @@ def misshape(tensors: dict[str, torch.Tensor]) -> None:
     ],
 )
 def test_damaged_folders_are_refused_by_name(
-    vlmrun: Run, llava: Path, pictures: list[Path], tmp_path: Path, change: Change, words: str
+    vlmrun: Command, llava: Path, pictures: list[Path], tmp_path: Path, change: Change, words: str
 ) -> None:
-    folder = changed(llava, tmp_path / "damaged", change)
+    folder = copied(llava, tmp_path / "damaged", change)
     told = vlmrun(*FLAGS, "-q", "-m", folder, pictures[0], "-o", tmp_path / "rows.jsonl")
     assert_refused(told, words)
     assert not (tmp_path / "rows.jsonl").exists()
@@ -200,12 +193,12 @@ def test_damaged_folders_are_refused_by_name(
 
 @pytest.mark.parametrize("kind", ["llava", "own"])
 def test_code_in_the_folder_is_never_run(
-    vlmrun: Run, llava: Path, pictures: list[Path], tmp_path: Path, kind: str
+    vlmrun: Command, llava: Path, pictures: list[Path], tmp_path: Path, kind: str
 ) -> None:
     own = {name: f"own.Own{name}" for name in ("AutoConfig", "AutoModel", "AutoProcessor")}
     own["AutoModelForImageTextToText"] = "own.OwnModel"
     code = f"open({str(tmp_path / 'ran')!r}, 'w')\nclass OwnModel: pass\n"
-    folder = changed(
+    folder = copied(
         llava,
         tmp_path / "own",
         all_of(

@@ -3,7 +3,6 @@
 import os
 import sys
 from contextlib import suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 from vlmrun.cli.options import TalkFlags
@@ -60,12 +59,7 @@ class Screen:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 

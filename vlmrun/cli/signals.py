@@ -5,7 +5,7 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -50,11 +50,6 @@ class Signals:
             with suppress(OSError):  # sys.stderr must not be entered twice
                 os.write(2, NOTICE)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for signum, before in self._before.items():
             signal.signal(signum, before)

@@ -132,7 +132,7 @@ def _check_file(path: str) -> None:
     if is_folder:
         raise ImageError("is a folder")
     if not stat.S_ISREG(status.st_mode):
-        raise ImageError("is not a regular file", "pipe the picture in and name it `-`")
+        raise ImageError("is not a regular file; pipe the picture in and name it `-`")
     if status.st_size == 0:
         raise ImageError("is empty")
 

@@ -1,7 +1,6 @@
 """The highest memory a process reached, by kind."""
 
 import threading
-from types import TracebackType
 
 from vlmrun.memory.budget import process_memory
 
@@ -21,12 +20,7 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
         self._look()

@@ -8,7 +8,6 @@ import mmap
 import os
 import warnings
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -38,12 +37,7 @@ class WeightReader:
     def __enter__(self) -> "WeightReader":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -83,6 +77,7 @@ class WeightReader:
 
     def read_rows(self, info: TensorInfo, ids: list[int], dtype: torch.dtype, name: str) -> Tensor:
         """Gather rows by index: [len(ids), width] at `dtype`."""
+        assert all(0 <= at < info.shape[0] for at in ids), "a row of another tensor"
         out = torch.empty(len(ids), info.shape[1], dtype=dtype)
         for row, at in zip(out, ids, strict=True):
             self.read_into(row, info, name=name, rows=(at, at + 1))

@@ -48,9 +48,11 @@ class CaptionPreprocessor:
     """
 
     def __init__(self, model: Model) -> None:
-        folder, vision = model.source.folder, model.architecture.vision
+        folder, architecture = model.source.folder, model.architecture
+        vision, decoder = architecture.vision, architecture.decoder
         assert folder is not None
         assert vision is not None
+        assert decoder is not None
         self._model = model
         self._crops = read_crops(folder, LlavaOnevisionImageProcessorPil, vision.image_size)
         check_tiling(model)
@@ -60,6 +62,7 @@ class CaptionPreprocessor:
         stop_ids = read_stop_ids(model, tokenizer)
         pad = tokenizer.pad_token_id
         pad_id = min(stop_ids) if pad is None else int(pad)
+        check_vocabulary(pad_id, decoder.vocabulary)
         settings = read_generation_settings(folder)
         self.vocabulary = Vocabulary(tokenizer, image_token_id, pad_id, stop_ids, settings)
 
@@ -186,6 +189,7 @@ class EmbedPreprocessor:
                 "the tokenizer does not end and pad texts, as SigLIP's does",
                 f"tokenizer_config.json is missing or of another model; {COPY}",
             )
+        check_vocabulary(self._tokenizer.pad_token_id, text.vocabulary)
         # A tokenizer that lowers texts is left to do it its own way, one that is told not to
         # is obeyed. The generic one of SigLIP 2's files is neither (transformers#43054).
         cased = read_optional(folder, "tokenizer_config.json").get("do_lower_case") is False
