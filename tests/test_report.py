@@ -20,7 +20,6 @@ from vlmrun.report import (
     name_ranges,
     peaks,
     plan_fields,
-    size_flag,
     verdict,
 )
 
@@ -86,11 +85,28 @@ def test_every_part_has_its_bytes_on_each_tier() -> None:
     plan = planned("llava-onevision-7b", "4GiB")
     row = next(line for line in shown(memory_table(plan)) if line.startswith("decoder weights"))
     cells = [cell.strip() for cell in row.removeprefix("decoder weights").split("  ") if cell]
-    uses = [use for use in plan.placements if use.layer.part == "decoder"]
+    uses = [
+        use for use in plan.placements if use.layer.part == "decoder" and not use.layer.gathered
+    ]
     tiers = [("vision", "ram"), ("vision", "disk"), ("decode", "ram"), ("decode", "disk")]
     expected = [sum(use.nbytes for use in uses)]
     expected += [sum(use.nbytes for use in uses if use.tiers[p] == tier) for p, tier in tiers]
     assert [cell for cell in cells if cell] == [format_bytes(n) if n else "-" for n in expected]
+
+
+def test_a_token_table_lies_on_no_tier() -> None:
+    plan = planned("llava-onevision-7b", "64GiB")
+    table = shown(memory_table(plan))
+    row = next(line for line in table if line.startswith("token table (rows are read)"))
+    (gathered,) = [use.nbytes for use in plan.placements if use.layer.gathered]
+    cells = row.removeprefix("token table (rows are read)").split("  ")
+    assert [cell.strip() for cell in cells if cell.strip()] == [format_bytes(gathered), *"----"]
+    assert plan.all_resident
+    decoder = next(line for line in table if line.startswith("decoder weights"))
+    assert decoder.endswith(" -")
+    assert not any(
+        "token table" in line for line in shown(memory_table(planned("siglip", "64GiB")))
+    )
 
 
 def test_tables_of_rows_are_marked() -> None:
@@ -112,13 +128,6 @@ def test_tables_of_rows_are_marked() -> None:
 )
 def test_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "flag"), [(1, "1MiB"), (1 << 20, "1MiB"), ((1 << 20) + 1, "2MiB")]
-)
-def test_a_size_as_a_flag_is_enough(nbytes: int, flag: str) -> None:
-    assert size_flag(nbytes) == flag
 
 
 @pytest.mark.parametrize(

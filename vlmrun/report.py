@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from vlmrun.memory.budget import format_bytes
+from vlmrun.memory.budget import format_bytes, size_flag
 from vlmrun.memory.floor import Floor
 from vlmrun.memory.plan import Placement, Plan, Tier
 from vlmrun.memory.working import GPU_RUNTIME_BYTES
@@ -18,7 +18,6 @@ from vlmrun.models.model import Model
 
 Fields = dict[str, object]
 Column = tuple[Phase, Tier]
-MIB = 1 << 20
 
 
 def plan_report(
@@ -32,7 +31,7 @@ def plan_report(
     prompts: int = 1,
     layers: bool = False,
 ) -> Group:
-    """All that `mem-plan` says. `pictures`: add the least time of so many, `prompts` each."""
+    """All that `mem-plan` says. `pictures`: add the time of so many, `prompts` each."""
     blank = Text("")
     parts: list[RenderableType] = [opened(model), blank, memory_table(plan)]
     if layers:
@@ -43,8 +42,7 @@ def plan_report(
     rows = [*budget_lines(plan), *decisions(plan), *workload_lines(plan)]
     rows += [("least time", least_time(least)), ("assumed rates", rates)]
     if pictures is not None:
-        seconds = format_seconds(pictures * prompts * least.image_s)
-        rows.append((f"{pictures} pictures", f"at least {seconds}"))
+        rows.append((f"{pictures} pictures", job_time(plan, pictures * prompts * least.image_s)))
     rows += [("not used", text) for text in unused_lines(plan)]
     for label, text in rows:
         lines.add_row(label, text)
@@ -64,7 +62,8 @@ def opened(model: Model) -> Text:
 def memory_table(plan: Plan) -> Table:
     """Weights by part and working memory, a column for every tier in every phase.
 
-    The columns of RAM and VRAM add up to what the phase takes at its peak.
+    The columns of RAM and VRAM add up to what the phase takes at its peak. A token table lies
+    in neither: the rows that are looked up are read from the file.
     """
     tiers = [Tier.VRAM, Tier.RAM] if plan.storage.compute_tier is Tier.VRAM else [Tier.RAM]
     columns: list[Column] = [(p, t) for p in plan.workload.phases for t in (*tiers, Tier.DISK)]
@@ -73,8 +72,11 @@ def memory_table(plan: Plan) -> Table:
     table.add_column("bytes", justify="right")
     for phase, tier in columns:
         table.add_column(f"{phase}\n{tier.upper()}", justify="right")
-    for part in dict.fromkeys(p.layer.part for p in plan.placements):
+    for part in dict.fromkeys(p.layer.part for p in plan.placements if not p.layer.gathered):
         add_bytes(table, f"{part} weights", columns, weights_of(plan, part))
+    gathered = sum(p.nbytes for p in plan.placements if p.layer.gathered)
+    if gathered:
+        add_bytes(table, "token table (rows are read)", columns, {None: gathered})
     table.add_section()
     for label, cells in working_rows(plan):
         add_bytes(table, label, columns, cells)
@@ -94,7 +96,7 @@ def add_bytes(
 def weights_of(plan: Plan, part: str) -> dict[Column | None, int]:
     cells: dict[Column | None, int] = {None: 0}
     for use in plan.placements:
-        if use.layer.part == part:
+        if use.layer.part == part and not use.layer.gathered:
             cells[None] += use.nbytes
             for phase, tier in use.tiers.items():
                 cells[phase, tier] = cells.get((phase, tier), 0) + use.nbytes
@@ -197,6 +199,13 @@ def least_time(least: Floor) -> str:
     return f"{first} to the first token, {step} for each further one"
 
 
+def job_time(plan: Plan, seconds: float) -> str:
+    """How long a job takes at the assumed rates: of captions, that depends on the answers."""
+    if "decode" not in plan.workload.phases:
+        return f"at least {format_seconds(seconds)}"
+    return f"{format_seconds(seconds)} if every answer takes {plan.workload.new_tokens} tokens"
+
+
 def unused_lines(plan: Plan) -> list[str]:
     """Parts of the checkpoint that this job leaves alone."""
     return [f"{part} {format_bytes(n)}" for part, n in plan.unused_bytes.items() if n]
@@ -212,11 +221,6 @@ def verdict(plan: Plan) -> Text:
     wanted = f"--ram {size_flag(plan.smallest_ram_bytes)}"
     wanted += f" --vram {size_flag(plan.smallest_vram_bytes)}" if on_gpu else ""
     return Text(f"does not fit: the smallest that would do is {wanted}", style="bold red")
-
-
-def size_flag(nbytes: int) -> str:
-    """A size as a flag takes it, rounded up so that it is enough."""
-    return f"{-(-nbytes // MIB)}MiB"
 
 
 def format_seconds(seconds: float) -> str:

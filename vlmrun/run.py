@@ -19,7 +19,8 @@ from vlmrun.job import Job
 from vlmrun.memory.budget import format_bytes
 from vlmrun.memory.measure import PeakMemory
 from vlmrun.memory.plan import Plan
-from vlmrun.memory.workload import plan_job
+from vlmrun.memory.working import DECODED_PIXEL_BYTES
+from vlmrun.memory.workload import flags_that_fit, plan_job
 from vlmrun.models.families import is_supported
 from vlmrun.models.model import open_source, read_model
 from vlmrun.models.source import Source
@@ -185,16 +186,26 @@ def check_budget(plan: Plan) -> None:
     Raises:
         OutOfBudget: the plan does not fit; the message gives the smallest budget that would.
     """
-    if plan.fits:
+    wanted = flags_that_fit(plan)
+    if not wanted:
         return
-    budget, tier, smallest = plan.budget.ram_bytes, "ram", plan.smallest_ram_bytes
-    if plan.peak_vram_bytes > plan.budget.vram_bytes:
-        budget, tier, smallest = plan.budget.vram_bytes, "vram", plan.smallest_vram_bytes
+    budgets = {"ram": plan.budget.ram_bytes, "vram": plan.budget.vram_bytes}
+    given = " and ".join(f"{format_bytes(budgets[tier])} of {tier.upper()}" for tier in wanted)
+    flags = " ".join(f"--{tier} {size}" for tier, size in wanted.items())
+    pixels = plan.workload.image_pixels if plan.workload.picture_known else 0
+    largest = f"; the largest picture has {format_pixels(pixels)}" if pixels else ""
+    hint = f"use {flags} or more; vlmrun mem-plan shows what takes it"
+    if "ram" in wanted and 4 * DECODED_PIXEL_BYTES * pixels > plan.smallest_ram_bytes:
+        hint = f"use {flags} or more, or leave large pictures out with --max-pixels"
     raise OutOfBudget(
-        f"{plan.model} does not fit {format_bytes(budget)} of {tier.upper()}: "
-        f"the smallest budget that would do is {format_bytes(smallest)}",
-        f"use --{tier} {-(-smallest // 2**20)}MiB or more; vlmrun mem-plan shows what takes it",
+        f"{plan.model} does not fit {given}: "
+        f"the smallest budget that would do is {' and '.join(wanted.values())}{largest}",
+        hint,
     )
+
+
+def format_pixels(pixels: int) -> str:
+    return f"{pixels / 1e6:.1f} megapixels" if pixels >= 100_000 else f"{pixels:,} pixels"
 
 
 def read_measures(

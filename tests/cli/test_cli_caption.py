@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,15 @@ def caption(vlmrun: Command) -> Command:
         return vlmrun("caption", "-m", "demo", *argv, **streams)
 
     return run
+
+
+@pytest.fixture
+def heeded() -> Iterator[None]:
+    """Signals as a terminal's program takes them, where the tests run under nohup or `trap ''`."""
+    before = {signum: signal.signal(signum, signal.SIG_DFL) for signum in SIGNALS}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
 @pytest.fixture
@@ -105,9 +114,11 @@ def test_all_failed_exits_1(caption: Command, broken: Path) -> None:
     assert caption(broken, broken).code == 1
 
 
-def test_fail_fast_stops_at_the_first_failure(
+def test_fail_fast_stops_after_the_batch_of_a_failure(
     caption: Command, three: list[Path], broken: Path
 ) -> None:
+    done = caption("--fail-fast", "-b", "2", "--no-filename", broken, three[0], three[1])
+    assert (done.code, done.lines) == (3, ["an elephant"])
     done = caption("--fail-fast", "-b", "1", "--no-filename", three[0], broken, three[1])
     assert (done.code, done.lines) == (3, ["an elephant"])
     assert done.err.endswith("vlmrun: 1 done, 1 failed, 1 not tried\n")
@@ -128,6 +139,17 @@ def test_an_output_file_leaves_stdout_empty(
     assert caption(three[0], "-o", tmp_path / "caption.txt").code == 0
     assert (tmp_path / "caption.txt").read_text() == "an elephant\n"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["caption.txt", "captions.jsonl"]
+
+
+def test_a_table_has_the_path_of_its_one_picture(
+    caption: Command, three: list[Path], tmp_path: Path
+) -> None:
+    assert caption(three[0], "-o", tmp_path / "x.tsv").code == 0
+    assert (tmp_path / "x.tsv").read_text() == f"{three[0]}\tan elephant\n"
+
+
+def test_a_background_of_three_digits(caption: Command, three: list[Path]) -> None:
+    assert caption(three[0], "--background", "#fFf") == Done(0, b"an elephant\n", "")
 
 
 def test_several_prompts_give_several_captions(
@@ -175,6 +197,7 @@ def test_what_does_not_fit_exits_4_with_a_flag_that_does(
     assert (refused.code, refused.out) == (4, b"")
     flag = re.search(r"--ram (\d+MiB)", refused.err)
     assert flag is not None
+    assert f"would do is {flag[1]}; the largest picture has " in refused.err
     assert caption(three[0], "--ram", flag[1]).text == "an elephant\n"
 
 
@@ -203,6 +226,13 @@ def test_statistics_show_both_sides(caption: Command, three: list[Path]) -> None
     assert "layers on DISK in vision: vision.embeddings, vision.layers.0-5, projector" in done.err
     assert re.search(r"layers on DISK in decode: .*decoder\.layers\.0-\d", done.err)
     assert "DISK" not in caption(three[0], "--stats").err
+    # The prediction is of the tokens that were made, not of those that might have been.
+    most = caption(three[0], "--stats", "--max-new-tokens", "4000").err
+    usual = caption(three[0], "--stats", "--max-new-tokens", "64").err
+    foretold = [re.search(r"at least (\S+) s", text) for text in (most, usual)]
+    assert foretold[0] is not None
+    assert foretold[1] is not None
+    assert float(foretold[0][1]) < 2 * float(foretold[1][1])
 
 
 def test_statistics_as_json_repeat_the_plan(
@@ -279,6 +309,7 @@ def sender(signum: int, *, to: str, times: int) -> Callable[[str], None]:
     return watch
 
 
+@pytest.mark.usefixtures("heeded")
 @pytest.mark.parametrize("signum", SIGNALS)
 def test_a_signal_lets_the_batch_in_flight_end(
     caption: Command, three: list[Path], signum: int
@@ -291,6 +322,7 @@ def test_a_signal_lets_the_batch_in_flight_end(
     assert signal.getsignal(signum) is before
 
 
+@pytest.mark.usefixtures("heeded")
 def test_a_second_signal_stops_at_once(caption: Command, three: list[Path]) -> None:
     watch = sender(signal.SIGTERM, to="stdout", times=2)
     done = caption(*three, "-b", "3", "-q", watch=watch)
@@ -299,6 +331,7 @@ def test_a_second_signal_stops_at_once(caption: Command, three: list[Path]) -> N
     assert done.err == "vlmrun: interrupted\n"
 
 
+@pytest.mark.usefixtures("heeded")
 def test_a_signal_while_loading_stops_at_once(caption: Command, three: list[Path]) -> None:
     done = caption(*three, terminals="stderr", watch=sender(signal.SIGINT, to="stderr", times=1))
     assert (done.code, done.out) == (130, b"")
@@ -314,6 +347,7 @@ def test_a_signal_that_is_ignored_stays_so(caption: Command, three: list[Path]) 
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.usefixtures("heeded")
 def test_an_interrupted_output_keeps_its_rows(
     caption: Command, three: list[Path], broken: Path, tmp_path: Path
 ) -> None:

@@ -91,8 +91,17 @@ def test_other_outputs_of_the_tower(embed: Command, three: list[Path], tmp_path:
 @pytest.mark.parametrize(
     ("argv", "code", "words"),
     [
-        (["-t", "a cat", "--output-kind", "last-hidden"], 1, "cannot embed texts"),
-        (["--output-kind", "hidden:99"], 1, "names no layer"),
+        (
+            ["-t", "a cat", "--output-kind", "last-hidden"],
+            2,
+            "texts are embedded as pooled vectors only",
+        ),
+        (
+            ["--output-kind", "hidden:99"],
+            2,
+            "hidden:99 names no layer: the tower has hidden:0 (embeddings) to hidden:6",
+        ),
+        (["--output-kind", "tokens"], 2, "unknown output kind 'tokens'"),
         (["-m", "demo"], 1, "vlmrun caption"),
     ],
 )

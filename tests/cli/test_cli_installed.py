@@ -9,6 +9,11 @@ from commands import PROGRAM
 COUNT = 500  # pictures in a run that is interrupted after the first
 
 
+def heeding() -> None:
+    """Take SIGINT as a terminal's program does, where the tests run under `trap '' INT`."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_mem_plan_is_installed() -> None:
     done = subprocess.run([PROGRAM, "mem-plan", "-m", "demo", "--ram", "9MiB"], capture_output=True)
     assert done.returncode == 4
@@ -35,7 +40,8 @@ def test_an_interruption_keeps_whole_rows(pictures: Path, tmp_path: Path) -> Non
     listed = tmp_path / "list"
     listed.write_text(f"{pictures / 'elephant.png'}\n" * COUNT)
     command = [PROGRAM, "caption", "-m", "demo", "-b", "1", "--files-from", listed]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, preexec_fn=heeding) as run:
         assert run.stdout is not None
         first = run.stdout.readline()
         run.send_signal(signal.SIGINT)

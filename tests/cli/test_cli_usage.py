@@ -42,6 +42,21 @@ def test_help_of_a_command_groups_its_flags(vlmrun: Command, command: str) -> No
     assert "--ram" in done.text
 
 
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_uses_the_words_of_a_shell(vlmrun: Command, command: str) -> None:
+    text = " ".join(vlmrun(*command.split(), "--help").text.replace("│", " ").split())
+    assert [word for word in ("<bool>", "<str>", "<list", "image") if word in text] == []
+    default = {
+        "": "",
+        "caption": "$VLMRUN_MODEL, else llava-onevision-0.5b",
+        "mem-plan": "$VLMRUN_MODEL, else llava-onevision-0.5b",
+        "embed": "$VLMRUN_EMBED_MODEL, else siglip",
+    }
+    assert default[command] in text
+    assert ("stdin" in text) == (command in ("caption", "embed"))
+    assert "VLMRUN_EMBED_MODEL" not in text or command == "embed"
+
+
 def test_without_arguments_help_goes_to_stderr(vlmrun: Command) -> None:
     done = vlmrun()
     assert (done.code, done.out) == (2, b"")
@@ -87,12 +102,15 @@ def test_flags_that_are_not_built_are_not_accepted(
         (["caption", "--prompt-file", "/nowhere/prompt"], "--prompt-file /nowhere/prompt: No such"),
         (["caption", "-b", "0"], "--batch-size 0"),
         (["caption", "-b", "two"], "--batch-size two"),
-        (["caption", "--dtype", "int8"], "unknown dtype 'int8'"),
-        (["caption", "--compute-dtype", "half"], "unknown dtype 'half'"),
+        (["caption", "--dtype", "int8"], "--dtype: unknown dtype 'int8'"),
+        (["caption", "--compute-dtype", "half"], "--compute-dtype: unknown dtype 'half'"),
         (["caption", "--device", "tpu"], "unknown device 'tpu'"),
-        (["caption", "--ram", "much"], "'much' is not a size"),
-        (["caption", "--vram", "8XB"], "'8XB' is not a size"),
-        (["caption", "--resident", "150%"], "more than everything"),
+        (["caption", "--ram", "much"], "--ram: 'much' is not a size"),
+        (["caption", "--vram", "8XB"], "--vram: '8XB' is not a size"),
+        (["caption", "--resident", "150%"], "--resident: '150%' is more than everything"),
+        (["caption", "--background", "#12"], "unknown colour '#12'"),
+        (["caption", "--temp", "1"], "No such option: --temp (Possible options: --temperature)"),
+        (["caption", "--promt", "x"], "--prompt"),
         (["caption", "--exists", "skip"], "'skip' is not one of"),
         (["caption", "--format", "npy"], "unknown format 'npy'"),
         (["caption", "--json", "--format", "text"], "contradict each other"),
@@ -119,7 +137,7 @@ def test_bad_usage_exits_2_before_any_model(
     model = ["-m", "./no-such-model"] if command in ("caption", "embed") else []
     named = [] if {"-", "http://host/x.jpg", "--files-from"} & set(flags) else [PICTURE]
     done = vlmrun(command, *flags, *model, *named)
-    assert_refused(done, words, code=2)
+    assert_refused(done, words, hint="commands" if command not in COMMANDS else "", code=2)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -229,8 +247,9 @@ def test_variables_are_checked_as_flags_are(
 ) -> None:
     monkeypatch.setenv(variable, value)
     done = vlmrun("caption", PICTURE, "-m", "demo")
-    assert done.code == 2
-    assert value in done.err
+    assert_refused(done, f"{variable}: ", value, code=2)
+    flag = f"--{variable.removeprefix('VLMRUN_').lower()}"
+    assert_refused(vlmrun("caption", PICTURE, "-m", "demo", flag, "no"), f"{flag}: ", code=2)
 
 
 def test_a_closed_standard_output_is_an_error(

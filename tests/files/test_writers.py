@@ -96,6 +96,16 @@ def test_text_file_looks_as_standard_output(tmp_path):
     assert (tmp_path / "x.txt").read_bytes() == b"A cat.\n"
 
 
+@pytest.mark.parametrize("name", ["x.tsv", "X.TSV"])
+def test_table_has_its_path_column_for_one_picture_too(tmp_path, name):
+    with writer(tmp_path / name, single=True) as opened:
+        opened.write(caption("a.jpg", "A\ncat."))
+    assert (tmp_path / name).read_bytes() == b"a.jpg\tA cat.\n"
+    with writer(tmp_path / f"bare-{name}", single=True, filenames=False) as opened:
+        opened.write(caption("a.jpg"))
+    assert (tmp_path / f"bare-{name}").read_bytes() == b"A cat.\n"
+
+
 def test_failures_are_rows_of_a_json_file(tmp_path):
     with writer(tmp_path / "x.jsonl") as opened:
         opened.write(FAILURE)

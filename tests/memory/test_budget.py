@@ -19,6 +19,7 @@ from vlmrun.memory.budget import (
     process_memory,
     query_driver,
     read_budget,
+    size_flag,
 )
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -221,6 +222,20 @@ def test_a_budget_for_the_cpu() -> None:
     assert share.ram_reason.startswith("25% of ")
 
 
+def test_a_budget_that_is_more_than_there_is() -> None:
+    given = read_budget("900000GiB", None, device="cpu")
+    assert given.ram_bytes == 900_000 * GIB
+    assert given.ram_reason.startswith("as given, more than the ")
+    assert given.ram_reason.endswith(free_ram()[1])
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "flag"), [(1, "1MiB"), (1 << 20, "1MiB"), ((1 << 20) + 1, "2MiB")]
+)
+def test_a_size_as_a_flag_is_enough(nbytes: int, flag: str) -> None:
+    assert size_flag(nbytes) == flag
+
+
 def test_vram_is_no_budget_of_a_cpu() -> None:
     with pytest.raises(UsageError, match="--vram is given, but the job runs on the CPU") as caught:
         read_budget(None, "8G", device="cpu")
@@ -368,6 +383,9 @@ def test_a_budget_for_a_gpu(driver: Path) -> None:
     assert read_budget(None, "512MiB", device="cuda:0").vram_bytes == 512 * MIB
     share = read_budget(None, "50%", device="cuda:0")
     assert share.vram_bytes == 40000 * MIB
+    assert share.vram_reason == "50% of 78.12 GiB free on cuda:0"
+    large = read_budget(None, "2GiB", device="cuda:1")
+    assert large.vram_reason == "as given, more than the 1000 MiB free on cuda:1"
 
 
 def test_memory_of_a_process_by_kind(tmp_path: Path) -> None:

@@ -66,6 +66,18 @@ def test_a_batch_shares_the_crossing_of_weights() -> None:
     assert floor(one, model, rates=slow).image_s == 4 * floor(four, model, rates=slow).image_s
 
 
+def test_a_run_takes_the_time_of_the_tokens_it_made() -> None:
+    for batch in (1, 4):
+        plan, model = planned("llava-onevision-0.5b", batch_size=batch)
+        least = floor(plan, model)
+        assert least.run_s(8, tokens=8 * 11) == pytest.approx(8 * least.image_s)
+        assert least.first_token_s is not None
+        assert least.run_s(8, tokens=8) == pytest.approx(8 * least.first_token_s / batch)
+        assert least.run_s(8, tokens=0) == least.run_s(8, tokens=8) < 8 * least.image_s
+    least = floor(*planned("siglip"))
+    assert least.run_s(8, tokens=0) == 8 * least.image_s
+
+
 def test_the_link_counts_on_a_gpu_only() -> None:
     plan, model = planned("siglip", ram="1GiB")
     slow = rates(link_bytes=1)

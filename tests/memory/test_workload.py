@@ -71,12 +71,14 @@ def test_only_the_towers_that_are_asked_for_run(job: Job, phases: set[str]) -> N
     ("model", "kind", "expected"),
     [
         (VISION_MODEL, "pooled", "cannot embed texts: it has no text tower"),
-        (SIGLIP_MODEL, "last-hidden", "cannot embed texts: not as last-hidden"),
-        (SIGLIP_MODEL, "hidden:-2", "cannot embed texts: not as hidden:-2"),
+        (VISION_MODEL, "last-hidden", "cannot embed texts: it has no text tower"),
+        (SIGLIP_MODEL, "last-hidden", "texts are embedded as pooled vectors only"),
+        (SIGLIP_MODEL, "hidden:-2", "texts are embedded as pooled vectors only"),
     ],
 )
-def test_texts_without_a_text_tower(model: Model, kind: str, expected: str) -> None:
-    with pytest.raises(UnsupportedModel) as caught:
+def test_texts_that_cannot_be_embedded(model: Model, kind: str, expected: str) -> None:
+    kinds = UnsupportedModel if model is VISION_MODEL else UsageError
+    with pytest.raises(kinds) as caught:
         plan_job(model, embed(texts=("a",), output_kind=kind), [])
     assert expected in words(caught.value)
 

@@ -14,7 +14,7 @@ from light import (
     words,
 )
 
-from vlmrun.errors import CheckpointError, UnsupportedModel
+from vlmrun.errors import CheckpointError, UnsupportedModel, UsageError
 from vlmrun.models import llava, siglip
 from vlmrun.models.families import FAMILIES, family_of
 from vlmrun.models.family import Config, Detail
@@ -352,7 +352,7 @@ def test_blocks_that_run_for_a_kind_of_output(kind: str, vision: list[str], phas
 )
 def test_unknown_kinds_of_output(kind: str) -> None:
     family = family_of(TINY_SIGLIP)
-    with pytest.raises(UnsupportedModel) as caught:
+    with pytest.raises(UsageError) as caught:
         family.phases(family.architecture(TINY_SIGLIP), kind)
     assert "hidden:-" in words(caught.value)
 

@@ -14,7 +14,7 @@ from transformers import SiglipModel
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 import vlmrun
-from vlmrun.errors import UnsupportedModel
+from vlmrun.errors import UsageError
 from vlmrun.memory.working import CROPS_AT_ONCE, TEXTS_AT_ONCE
 from vlmrun.tasks.embed import embed_images, embed_texts, unit_length
 
@@ -194,7 +194,7 @@ def test_only_what_the_job_uses_is_read(tiny_siglip: Path) -> None:
 
 def test_unknown_kinds_are_refused(tiny_siglip: Path) -> None:
     for kind in ("pixels", "hidden:9", "hidden:-5"):
-        with pytest.raises(UnsupportedModel):
+        with pytest.raises(UsageError):
             load_tiny(tiny_siglip, kind=kind)
 
 

@@ -169,7 +169,7 @@ def misshape(tensors: Tensors) -> None:
         (weights(misshape), "1 tensor is of another shape: model.vision_tower.embeddings"),
         (replaced(WEIGHTS, b"\x08" + bytes(30)), "model.safetensors has a damaged header"),
         (without(WEIGHTS), "holds no model.safetensors"),
-        (without("chat_template.jinja"), "chat_template.jinja is missing"),
+        (without("chat_template.jinja"), "the model has no chat template"),
         (
             all_of(without("preprocessor_config.json"), without("processor_config.json")),
             "preprocessor_config.json",

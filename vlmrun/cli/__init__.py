@@ -74,13 +74,23 @@ def parse(arguments: list[str]) -> Command | int:
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
         name = "vlmrun" if context is None else context.command_path
-        words = error.format_message().replace("Value error, ", "").rstrip(".")
-        return tell(words, f"{name} --help lists the flags", 2, 0)
+        lists = "commands" if context is None or context.parent is None else "flags"
+        words = explained(error).replace("Value error, ", "").rstrip(".")
+        return tell(words, f"{name} --help lists the {lists}", 2, 0)
     except SystemExit as error:  # shell completion, or the reader of the help text is gone
         gone = isinstance(error.__context__, BrokenPipeError)
         return 0 if gone else int(error.code or 0)
     assert isinstance(found, Command | int)
     return found
+
+
+def explained(error: Any) -> str:
+    """What typer says of a command line; the start of a flag is taken for that flag."""
+    if hasattr(error, "possibilities"):
+        known = [name for param in error.ctx.command.params for name in param.opts]
+        begun = [name for name in known if name.startswith(error.option_name)]
+        error.possibilities = begun or error.possibilities
+    return str(error.format_message())
 
 
 @lru_cache(maxsize=1)
@@ -90,7 +100,18 @@ def make_parser() -> Any:
     app.command()(caption)
     app.command()(embed)
     app.command(name="mem-plan")(mem_plan)
-    return typer.main.get_command(app)
+    parser = typer.main.get_command(app)
+    hide_types(parser)
+    return parser
+
+
+def hide_types(parser: Any) -> None:
+    """Leave Python's names of types out of the help: INPUT and the bare flags need none."""
+    above = typer.Context(parser, **parser.context_settings)
+    for command in (parser, *parser.commands.values()):
+        for param in command.get_params(typer.Context(command, parent=above)):
+            if param.param_type_name == "argument" or param.is_flag:
+                param.display_type_rich = lambda ctx: None
 
 
 def print_version(wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""`vlmrun caption`: one caption per image and prompt."""
+"""`vlmrun caption`: one caption per picture and prompt."""
 
 import math
 import re
@@ -150,7 +150,7 @@ def caption(
     output: OutputFlags,
     talk: TalkFlags,
 ) -> Command:
-    """Write one caption per image.
+    """Write one caption per picture.
 
     Without INPUT, paths are read from standard input, one per line. One named
     file gives the caption alone; several files, a folder or a list give the

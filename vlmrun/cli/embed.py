@@ -1,4 +1,4 @@
-"""`vlmrun embed`: one vector per image and per text."""
+"""`vlmrun embed`: one vector per picture and per text."""
 
 import re
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ import typer
 
 from vlmrun.cli.command import Command, spell, takes_flags
 from vlmrun.cli.options import (
+    EmbedModelFlags,
     MemoryFlags,
-    ModelFlags,
     OutputFlags,
     PictureFlags,
     TalkFlags,
@@ -98,12 +98,12 @@ def embed(
     pictures: PictureFlags,
     vectors: VectorFlags,
     length: LengthFlags,
-    model: ModelFlags,
+    model: EmbedModelFlags,
     memory: MemoryFlags,
     output: OutputFlags,
     talk: TalkFlags,
 ) -> Command:
-    """Write one vector per image and per text.
+    """Write one vector per picture and per text.
 
     Without INPUT and texts, paths are read from standard input, one per line.
     Vectors go to standard output as JSON Lines, or with -o into an array with

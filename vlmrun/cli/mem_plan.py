@@ -1,7 +1,7 @@
 """`vlmrun mem-plan`: where every layer would live, what it costs, and whether it fits."""
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated
 
@@ -9,7 +9,7 @@ import typer
 
 from vlmrun.cli.caption import PromptFlags
 from vlmrun.cli.command import Command, flags_of, spell, takes_flags
-from vlmrun.cli.embed import VectorFlags
+from vlmrun.cli.embed import VectorFlags, of_vectors
 from vlmrun.cli.options import (
     MODEL_VARIABLES,
     MemoryFlags,
@@ -17,6 +17,8 @@ from vlmrun.cli.options import (
     PictureFlags,
     TalkFlags,
     check_text,
+    named_inputs,
+    of_input,
     of_output,
     placing,
 )
@@ -28,7 +30,7 @@ from vlmrun.files.rows import readable, to_json
 from vlmrun.job import Generation, Job
 from vlmrun.memory.floor import assumed_rates, floor
 from vlmrun.memory.plan import Plan
-from vlmrun.memory.workload import Size, plan_job
+from vlmrun.memory.workload import Size, flags_that_fit, plan_job
 from vlmrun.models.family import Task
 from vlmrun.models.model import Model, describe_model
 
@@ -37,21 +39,42 @@ PLACEHOLDER = "INPUT..."
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedPictures(PictureFlags):
+    """Pictures that are on disk: standard input is not read."""
+
+    inputs: Annotated[list[str], named_inputs(help="Picture files, folders or patterns.")] = field(
+        default_factory=list
+    )
+    files_from: Annotated[
+        str | None, of_input(metavar="FILE", help="Read one path per line from FILE.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedVectors(VectorFlags):
+    """The same of texts."""
+
+    texts_from: Annotated[
+        str | None, of_vectors(metavar="FILE", help="Embed every line of FILE.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
 class PlanFlags:
     layers: Annotated[bool, of_plan("--layers", help="One row per layer.")] = False
     count: Annotated[
         int | None,
-        of_plan(min=1, metavar="N", help="Add the least time for N images.", show_default=False),
+        of_plan(min=1, metavar="N", help="Add the time for N pictures.", show_default=False),
     ] = None
     json: Annotated[bool, of_output("--json", help="The whole plan as one JSON object.")] = False
 
 
 @takes_flags
 def mem_plan(
-    pictures: PictureFlags,
+    pictures: PlannedPictures,
     wanted: PlanFlags,
     asked: PromptFlags,
-    vectors: VectorFlags,
+    vectors: PlannedVectors,
     model: ModelFlags,
     memory: MemoryFlags,
     talk: TalkFlags,
@@ -87,7 +110,8 @@ def mem_plan(
         plan = plan_job(opened, job, sizes)
         own = asked if task == "caption" else vectors
         shown = pictures if images or job.texts else replace(pictures, inputs=[PLACEHOLDER])
-        command = spell(task, named(model, task), memory, own, shown)
+        fitting = replace(memory, **flags_that_fit(plan))
+        command = spell(task, named(model, task), fitting, own, shown)
         show(plan, opened, command, wanted, talk, prompts=max(1, len(job.prompts)))
         return 0 if plan.fits else OutOfBudget.exit_code
 

@@ -1,6 +1,8 @@
 """Flags that commands share, in groups: a group is a dataclass, each of its fields a flag."""
 
 import os
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Literal
@@ -15,6 +17,7 @@ from vlmrun.models.dtype import parse_dtype
 from vlmrun.models.family import Task
 
 DEFAULT_MODELS: dict[Task, str] = {"caption": "llava-onevision-0.5b", "embed": "siglip"}
+parse_size = partial(parse_bytes, whole=1)  # of what, is known when the budget is read
 MODEL_VARIABLES: dict[Task, str] = {"caption": "VLMRUN_MODEL", "embed": "VLMRUN_EMBED_MODEL"}
 
 of_input = partial(typer.Option, rich_help_panel="Input")
@@ -23,13 +26,14 @@ of_memory = partial(typer.Option, rich_help_panel="Memory")
 of_output = partial(typer.Option, rich_help_panel="Output")
 
 
+named_inputs = partial(typer.Argument, metavar="INPUT", show_default=False)
+
+
 @dataclass(frozen=True, slots=True)
 class PictureFlags:
     inputs: Annotated[
         list[str],
-        typer.Argument(
-            metavar="INPUT", help="Picture files, folders or patterns.", show_default=False
-        ),
+        named_inputs(help="Picture files, folders or patterns; - for a picture on stdin."),
     ] = field(default_factory=list)
     recursive: Annotated[
         bool, of_input("-r", "--recursive", help="Read the subfolders of folders, too.")
@@ -52,20 +56,25 @@ class PictureFlags:
     ] = 0
 
     def decoding(self) -> DecodeOptions:
-        return DecodeOptions(parse_background(self.background), self.max_pixels, self.frame)
+        colour = self.background
+        if re.fullmatch(r"#[0-9a-fA-F]{3}", colour):
+            colour = "#" + "".join(2 * digit for digit in colour[1:])
+        return DecodeOptions(parse_background(colour), self.max_pixels, self.frame)
+
+
+named_model = partial(
+    of_model,
+    "-m",
+    "--model",
+    metavar="MODEL",
+    help="Alias, hub id or folder; demo and demo-siglip are packaged.",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFlags:
     model: Annotated[
-        str | None,
-        of_model(
-            "-m",
-            "--model",
-            help="Alias, hub id or folder; demo and demo-siglip are packaged.",
-            show_default="$VLMRUN_MODEL, for embed $VLMRUN_EMBED_MODEL, "
-            "else llava-onevision-0.5b, for embed siglip",
-        ),
+        str | None, named_model(show_default="$VLMRUN_MODEL, else llava-onevision-0.5b")
     ] = None
     revision: Annotated[
         str | None,
@@ -75,6 +84,13 @@ class ModelFlags:
 
     def spec(self, task: Task) -> str:
         return self.model or os.environ.get(MODEL_VARIABLES[task]) or DEFAULT_MODELS[task]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedModelFlags(ModelFlags):
+    model: Annotated[str | None, named_model(show_default="$VLMRUN_EMBED_MODEL, else siglip")] = (
+        None
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +128,8 @@ class MemoryFlags:
         str | None,
         of_memory(
             metavar="SIZE",
-            help="Keep at most this much of the weights on the compute tier: 50%, 400MiB.",
+            help="Keep at most this much of the weights on the compute tier (RAM, or VRAM with "
+            "a GPU): 50%, 400MiB.",
             show_default="what the budget allows",
         ),
     ] = None
@@ -141,7 +158,8 @@ class OutputFlags:
         bool, of_output("--stats", help="End with predicted and measured time and memory.")
     ] = False
     fail_fast: Annotated[
-        bool, of_output("--fail-fast", help="Stop at the first input that fails.")
+        bool,
+        of_output("--fail-fast", help="Stop after the batch in which an input failed (see -b)."),
     ] = False
 
     def chosen_format(self) -> str | None:
@@ -197,25 +215,39 @@ def placing(
         UsageError: a flag or variable is no dtype, size, device or number.
     """
     device, _ = find_device(memory.device)
-    vram = os.environ.get("VLMRUN_VRAM") if device != "cpu" else None
-    found = Placing(
+    vram_variable = "VLMRUN_VRAM" if device != "cpu" else None
+    return Placing(
         model=spec,
         revision=model.revision,
         offline=model.offline,
-        dtype=memory.dtype or os.environ.get("VLMRUN_DTYPE") or "auto",
-        compute_dtype=memory.compute_dtype,
+        dtype=chosen("--dtype", memory.dtype, parse_dtype, variable="VLMRUN_DTYPE") or "auto",
+        compute_dtype=chosen("--compute-dtype", memory.compute_dtype, parse_dtype) or "auto",
         device=memory.device,
-        ram=memory.ram or os.environ.get("VLMRUN_RAM") or None,
-        vram=memory.vram or vram or None,
-        resident=memory.resident,
+        ram=chosen("--ram", memory.ram, parse_size, variable="VLMRUN_RAM"),
+        vram=chosen("--vram", memory.vram, parse_size, variable=vram_variable),
+        resident=chosen("--resident", memory.resident, parse_size),
         batch_size=parse_batch_size(memory.batch_size),
         allow_untested=allow_untested,
     )
-    parse_dtype(found.dtype)
-    parse_dtype(found.compute_dtype)
-    for size in (found.ram, found.vram, found.resident):
-        if size is not None:
-            parse_bytes(size, whole=1)
+
+
+def chosen(
+    flag: str, value: str | None, check: Callable[[str], object], *, variable: str | None = None
+) -> str | None:
+    """What a flag says, else what its variable does; None where neither says anything.
+
+    Raises:
+        UsageError: as `check`; the message names the flag or the variable.
+    """
+    where, found = flag, value
+    if value is None and variable is not None:
+        where, found = variable, os.environ.get(variable) or None
+    if found is None:
+        return None
+    try:
+        check(found)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error.message}", error.hint) from error
     return found
 
 

@@ -75,9 +75,10 @@ def memory_rows(plan: Plan | None, measured: "Measured") -> Iterator[tuple[str, 
 def time_rows(
     summary: "Summary", measured: "Measured", least: Floor | None
 ) -> Iterator[tuple[str, str, str]]:
-    inputs = summary.done + summary.failed
     yield "loading", "", f"{measured.load_seconds:.2f} s"
-    predicted = "" if least is None else f"at least {least.image_s * inputs:.2g} s"
+    predicted = ""
+    if least is not None:
+        predicted = f"at least {least.run_s(summary.done, tokens=measured.tokens):.2g} s"
     yield "running", predicted, f"{measured.run_seconds:.2f} s"
     yield "read from disk", "", format_bytes(measured.disk_bytes_read)
     if measured.tokens:

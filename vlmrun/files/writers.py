@@ -66,17 +66,18 @@ def open_writer(
     """Open the output and lock it; nothing that is there is changed before a row is finished.
 
     Text: with `single` (one file was named) and one of `prompts`, the caption alone and as it
-    is; else lines of `path TAB caption`, with several prompts `path TAB name TAB caption`, where
-    the caption's line breaks become spaces. `filenames` forces the path in or out. `one_line`
-    folds captions in every form. JSON: one object per line, failures included; text leaves
-    failures out. Arrays: see `arrays`.
+    is; else, and in a `.tsv` always, lines of `path TAB caption`, with several prompts `path TAB
+    name TAB caption`, where the caption's line breaks become spaces. `filenames` forces the path
+    in or out. `one_line` folds captions in every form. JSON: one object per line, failures
+    included; text leaves failures out. Arrays: see `arrays`.
 
     Raises:
         UsageError: the format is unknown or does not fit.
         OutputError: it exists already, is being written by another run, or cannot be written.
     """
     chosen = choose_format(output, format, task=task)
-    bare = single and prompts == 1
+    table = output is not None and output.suffix.lower() == ".tsv"
+    bare = single and prompts == 1 and not table
     with_path = not bare if filenames is None else filenames
     folded = one_line or not bare or with_path
     text = TextForm(path=with_path, name=prompts > 1, folded=folded)

@@ -75,6 +75,11 @@ def format_bytes(nbytes: int) -> str:
     return f"{size:.2f} GiB"
 
 
+def size_flag(nbytes: int) -> str:
+    """A size as a flag takes it, rounded up so that it is enough."""
+    return f"{-(-nbytes // UNITS['M'])}MiB"
+
+
 def read_budget(ram: str | None, vram: str | None, *, device: str) -> Budget:
     """Budgets from flags, else a share of what is free.
 
@@ -87,9 +92,7 @@ def read_budget(ram: str | None, vram: str | None, *, device: str) -> Budget:
     if ram is None:
         ram_bytes, ram_reason = int(SHARE * free), f"{SHARE:.0%} of {format_bytes(free)} {source}"
     else:
-        ram_bytes, ram_reason = parse_bytes(ram, whole=free), "as given"
-        if ram.strip().endswith("%"):
-            ram_reason = f"{ram.strip()} of {format_bytes(free)} {source}"
+        ram_bytes, ram_reason = given(ram, free, source)
     if device == "cpu":
         if vram is not None:
             raise UsageError("--vram is given, but the job runs on the CPU", "drop it")
@@ -98,7 +101,17 @@ def read_budget(ram: str | None, vram: str | None, *, device: str) -> Budget:
     if vram is None:
         share = f"{SHARE:.0%} of {format_bytes(free_vram)} free on {device}"
         return Budget(ram_bytes, ram_reason, int(SHARE * free_vram), share)
-    return Budget(ram_bytes, ram_reason, parse_bytes(vram, whole=free_vram), "as given")
+    return Budget(ram_bytes, ram_reason, *given(vram, free_vram, f"free on {device}"))
+
+
+def given(flag: str, free: int, source: str) -> tuple[int, str]:
+    """The bytes a flag asks for, and how they compare with what is free."""
+    nbytes = parse_bytes(flag, whole=free)
+    if flag.strip().endswith("%"):
+        return nbytes, f"{flag.strip()} of {format_bytes(free)} {source}"
+    if nbytes > free:
+        return nbytes, f"as given, more than the {format_bytes(free)} {source}"
+    return nbytes, "as given"
 
 
 def free_ram() -> tuple[int, str]:

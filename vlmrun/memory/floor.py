@@ -34,11 +34,20 @@ class Rates:
 @dataclass(frozen=True, slots=True)
 class Floor:
     """Least seconds. `image_s` is one row (a picture, or a text where there are no pictures)
-    of a long job; the others are None where nothing is decoded."""
+    of a long job, with an answer of full length; `first_token_s` and `decode_s_per_token` are
+    of a whole batch, and None where nothing is decoded."""
 
     first_token_s: float | None
     decode_s_per_token: float | None
     image_s: float
+    batch_size: int = 1
+
+    def run_s(self, inputs: int, *, tokens: int) -> float:
+        """A run over so many inputs that made so many new tokens in all."""
+        if self.first_token_s is None or self.decode_s_per_token is None:
+            return inputs * self.image_s
+        steps = max(0, tokens - inputs)
+        return (inputs * self.first_token_s + steps * self.decode_s_per_token) / self.batch_size
 
 
 def assumed_rates(plan: Plan, *, cores: int | None = None) -> Rates:
@@ -64,12 +73,12 @@ def floor(plan: Plan, model: Model, *, rates: Rates | None = None) -> Floor:
     if "decode" not in plan.workload.phases:
         phase: Phase = "vision" if "vision" in plan.workload.phases else "text"
         seconds = pass_seconds(plan, rates, phase, encoder_flop(plan, model, phase))
-        return Floor(None, None, seconds / batch)
+        return Floor(None, None, seconds / batch, batch)
     seen = pass_seconds(plan, rates, "vision", encoder_flop(plan, model, "vision"))
     first = seen + pass_seconds(plan, rates, "decode", prefill_flop(plan, model))
     step = pass_seconds(plan, rates, "decode", step_flop(plan, model), plan.working.kv_bytes)
     steps = max(0, plan.workload.new_tokens - 1)
-    return Floor(first, step, (first + steps * step) / batch)
+    return Floor(first, step, (first + steps * step) / batch, batch)
 
 
 def pass_seconds(plan: Plan, rates: Rates, phase: Phase, flop: int, read_bytes: int = 0) -> float:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from vlmrun.errors import UnsupportedModel
+from vlmrun.errors import UnsupportedModel, UsageError
 from vlmrun.job import Job, Placing
-from vlmrun.memory.budget import Budget, cpu_features, find_device, read_budget
+from vlmrun.memory.budget import Budget, cpu_features, find_device, read_budget, size_flag
 from vlmrun.memory.plan import MAX_BATCH, Plan, Storage, make_plan
 from vlmrun.memory.working import Workload
 from vlmrun.models.dtype import Dtype, parse_dtype, resolve_dtype
@@ -51,11 +51,15 @@ def used_phases(model: Model, job: Job) -> dict[Phase, tuple[str, ...]]:
     phases = dict(model.family.phases(model.architecture, kind))
     if job.task == "caption":
         return phases
-    if job.texts and "text" not in phases:
-        reason = "it has no text tower" if model.architecture.text is None else f"not as {kind}"
+    if job.texts and model.architecture.text is None:
         raise UnsupportedModel(
-            f"{model.source.name} cannot embed texts: {reason}",
-            "texts are embedded as pooled vectors by models with both towers",
+            f"{model.source.name} cannot embed texts: it has no text tower",
+            "texts are embedded by models with both towers, as siglip",
+        )
+    if job.texts and "text" not in phases:
+        raise UsageError(
+            f"texts are embedded as pooled vectors only, not as {kind}",
+            "leave out --output-kind, or the texts",
         )
     wanted = {"text": bool(job.texts), "vision": bool(job.images) or not job.texts}
     return {phase: blocks for phase, blocks in phases.items() if wanted[phase]}
@@ -110,6 +114,16 @@ def describe(
         new_tokens=job.generation.max_new_tokens if caption else 0,
         picture_known=bool(sizes),
     )
+
+
+def flags_that_fit(plan: Plan) -> dict[str, str]:
+    """The flags, by name without dashes, whose budgets are too small, with sizes that would do."""
+    wanted: dict[str, str] = {}
+    if plan.peak_ram_bytes > plan.budget.ram_bytes:
+        wanted["ram"] = size_flag(plan.smallest_ram_bytes)
+    if plan.peak_vram_bytes > plan.budget.vram_bytes:
+        wanted["vram"] = size_flag(plan.smallest_vram_bytes)
+    return wanted
 
 
 def planned(

@@ -7,7 +7,7 @@ pools the last position whatever it holds, so texts are always padded to the pos
 from collections.abc import Mapping
 from typing import Any
 
-from vlmrun.errors import UnsupportedModel
+from vlmrun.errors import UnsupportedModel, UsageError
 from vlmrun.models.family import (
     Config,
     Detail,
@@ -185,20 +185,18 @@ def hidden_state(kind: str, layers: int) -> int | None:
     other kinds.
 
     Raises:
-        UnsupportedModel: no such kind, or the tower has no such layer.
+        UsageError: no such kind, or the tower has no such layer.
     """
     if kind in ("pooled", "last-hidden"):
         return None
     head, _, index = kind.partition(":")
     if head != "hidden" or not index.removeprefix("-").isdigit():
-        raise UnsupportedModel(
-            f"unknown output kind {kind!r}", "use pooled, last-hidden or hidden:-2"
-        )
+        raise UsageError(f"unknown output kind {kind!r}", "use pooled, last-hidden or hidden:-2")
     at = int(index) + (layers + 1 if index.startswith("-") else 0)
     if not 0 <= at <= layers:
-        raise UnsupportedModel(
-            f"{kind} names no layer of this tower",
-            f"it has {layers}: hidden:0 to hidden:{layers}, or hidden:-1 to hidden:-{layers + 1}",
+        raise UsageError(
+            f"{kind} names no layer: the tower has hidden:0 (embeddings) to hidden:{layers}",
+            "hidden:-1 is the last of them, hidden:-2 the one before it",
         )
     return at
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vlmrun.errors import CheckpointError, NotFinite, OutOfBudget, UnsupportedModel, UsageError
 from vlmrun.files.rows import Caption, Failure
 from vlmrun.job import Job, Placing, Prompt
-from vlmrun.memory.budget import Budget, find_device, format_bytes, read_budget
+from vlmrun.memory.budget import Budget, find_device, format_bytes, read_budget, size_flag
 from vlmrun.memory.cached_model import CachedModelOnlyFullLoad
 from vlmrun.memory.working import GPU_RUNTIME_BYTES, RUNTIME_BYTES
 from vlmrun.memory.workload import resolve_compute_dtype
@@ -95,8 +95,8 @@ def check_room(name: str, nbytes: int, budget: Budget, device: str) -> None:
     if needed > room:
         raise OutOfBudget(
             f"{name} does not fit {format_bytes(room)} of {tier.upper()}: it is untested, so "
-            f"loaded whole, and the smallest budget for its weights is {format_bytes(needed)}",
-            f"use --{tier} {-(-needed // 2**20)}MiB or more, or --dtype bfloat16",
+            f"loaded whole, and the smallest budget for its weights is {size_flag(needed)}",
+            f"use --{tier} {size_flag(needed)} or more, or --dtype bfloat16",
         )
 
 
@@ -154,8 +154,9 @@ def load_processor(folder: Path) -> Any:
     """The stock processor of a folder.
 
     Raises:
-        UnsupportedModel: it needs a package that is not installed, or its own code.
-        CheckpointError: it has no chat template, so the prompt's form is not known.
+        UnsupportedModel: it needs a package that is not installed, or its own code; or it has
+            no chat template, so the prompt's form is not known.
+        CheckpointError: the settings of its image processor are missing.
     """
     from transformers import AutoProcessor  # late: as above
 
@@ -172,7 +173,10 @@ def load_processor(folder: Path) -> Any:
     if not hasattr(processor, "image_processor"):
         raise CheckpointError("preprocessor_config.json or processor_config.json is missing", COPY)
     if not getattr(processor, "chat_template", None):
-        raise CheckpointError("chat_template.jinja is missing", COPY)
+        raise UnsupportedModel(
+            "the model has no chat template, so vlmrun cannot know its prompt",
+            "choose another --model",
+        )
     return processor
 
 
