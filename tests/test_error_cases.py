@@ -255,7 +255,7 @@ def test_a_damaged_checkpoint(
 
 
 def test_errors_of_files_and_flags_are_found_before_torch(
-    here: Path, sound: dict[str, Path], damaged: dict[tuple[str, str], Path]
+    here: Path, sound: dict[str, Path], damaged: dict[tuple[str, str], Path], tmp_path: Path
 ) -> None:
     argvs = [[c, "-m", str(damaged[c, name]), *named(c)] for c in COMMANDS for name in HEADER_CASES]
     for command in COMMANDS:
@@ -269,6 +269,16 @@ def test_errors_of_files_and_flags_are_found_before_torch(
             [command, "-m", f"{folder}/{WEIGHTS}", "good.png"],
             [command, "-m", "someone/absent", "good.png", "--offline"],
         ]
+    for command, name in (
+        ("caption", "preprocessor_config.json"),
+        ("caption", "tokenizer.json"),
+        ("caption", "chat_template.jinja"),
+        ("embed", "preprocessor_config.json"),
+        ("embed", "spiece.model"),
+    ):
+        folder = str(copied(sound[command], tmp_path / f"{command}-{name}", without(name)))
+        texts = ["-t", "x"] if name == "spiece.model" else []
+        argvs.append([command, "-m", folder, "good.png", *texts])
     argvs += [["embed", "-m", str(sound["caption"]), "good.png"]]
     argvs += [["caption", "-m", str(sound["embed"]), "good.png"]]
     program = (

@@ -21,6 +21,7 @@ from vlmrun.memory.measure import PeakMemory
 from vlmrun.memory.plan import Plan
 from vlmrun.memory.working import DECODED_PIXEL_BYTES
 from vlmrun.memory.workload import flags_that_fit, plan_job
+from vlmrun.models.companions import check_companions
 from vlmrun.models.families import is_supported
 from vlmrun.models.model import open_source, read_model
 from vlmrun.models.source import Source
@@ -119,6 +120,7 @@ def prepare(job: Job, source: Source, stack: ExitStack) -> Ready:
     """Plan, refuse what does not fit, import torch, and make the model's cache entry."""
     model = read_model(source)
     plan = plan_job(model, job, known_sizes(job))
+    check_companions(model, images=bool(job.images), texts=bool(job.texts))
     check_budget(plan)
     # late: torch and transformers cost seconds, and a refused job need not pay for them
     from vlmrun.load import load

@@ -18,7 +18,8 @@ import torch
 from PIL import Image
 
 from vlmrun.errors import CheckpointError, ImageError
-from vlmrun.tasks.processor_files import COPY, OTHER_MODEL, one_line, read_image_settings
+from vlmrun.models.companions import COPY, OTHER_MODEL, read_image_settings
+from vlmrun.tasks.processor_files import one_line
 
 REQUIRED = ("size", "resample", "image_mean", "image_std")
 STRIP_PIXELS = 1 << 22  # of a padded picture, at a time

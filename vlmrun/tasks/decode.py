@@ -23,9 +23,9 @@ from transformers.generation.logits_process import (
 from vlmrun.errors import CheckpointError
 from vlmrun.job import Generation
 from vlmrun.memory.cached_model import CachedModelWithPartialLoad
+from vlmrun.models.companions import COPY
 from vlmrun.models.shapes import Decoder
 from vlmrun.tasks.kv import KVCache
-from vlmrun.tasks.processor_files import COPY
 
 
 @dataclass(frozen=True, slots=True)

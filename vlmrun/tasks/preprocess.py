@@ -16,6 +16,7 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from vlmrun.errors import CheckpointError, UnsupportedModel, UsageError
+from vlmrun.models.companions import COPY, OTHER_MODEL, check_tiling, read_optional
 from vlmrun.models.family import Detail
 from vlmrun.models.llava import fitted_resolution
 from vlmrun.models.model import Model
@@ -23,16 +24,12 @@ from vlmrun.tasks.caption import Pictures
 from vlmrun.tasks.crops import read_crops
 from vlmrun.tasks.decode import Vocabulary
 from vlmrun.tasks.processor_files import (
-    COPY,
-    OTHER_MODEL,
     check_text,
-    check_tiling,
     check_vocabulary,
     load_tokenizer,
     one_line,
     read_generation_settings,
     read_image_token,
-    read_optional,
     read_stop_ids,
     read_template,
 )

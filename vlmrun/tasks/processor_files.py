@@ -1,6 +1,5 @@
 """What the files beside the weights say: tokenizer, chat template, settings of the processors."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,36 +7,11 @@ from transformers.generation.configuration_utils import GenerationConfig
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from vlmrun.errors import CheckpointError, UsageError
-from vlmrun.models.checkpoint import read_json
+from vlmrun.models.companions import COPY, OTHER_MODEL, check_tokenizer, read_optional
 from vlmrun.models.model import Model
 from vlmrun.models.quiet import quiet_transformers
 
-COPY = "copy it from where the model comes from"
-OTHER_MODEL = "the files are of different models or versions; download them again"
 IMAGE_TOKEN, IMAGE_TOKEN_ID = "<image>", 151646  # where OneVision's files leave them out
-VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json")
-
-
-def read_optional(folder: Path, name: str) -> Mapping[str, Any]:
-    """A JSON file of the folder; empty where there is none."""
-    return read_json(folder / name) if (folder / name).exists() else {}
-
-
-def read_image_settings(folder: Path) -> tuple[str, Mapping[str, Any]]:
-    """The file that holds the image processor's settings, and the settings.
-
-    Files written by transformers 5 nest them in processor_config.json, which goes first there.
-
-    Raises:
-        CheckpointError: neither file holds any.
-    """
-    nested = read_optional(folder, "processor_config.json").get("image_processor")
-    if isinstance(nested, dict):
-        return "processor_config.json", nested
-    settings = read_optional(folder, "preprocessor_config.json")
-    if not settings:
-        raise CheckpointError("preprocessor_config.json is missing", COPY)
-    return "preprocessor_config.json", settings
 
 
 def load_tokenizer(folder: Path, *, default: str) -> Any:
@@ -46,20 +20,7 @@ def load_tokenizer(folder: Path, *, default: str) -> Any:
     Raises:
         CheckpointError: its files are missing or damaged.
     """
-    settings = read_optional(folder, "tokenizer_config.json")
-    kind = str(settings.get("tokenizer_class") or default).removesuffix("Fast")
-    if kind == "SiglipTokenizer" and not (folder / "spiece.model").exists():
-        raise CheckpointError(
-            "spiece.model is missing, which a SiglipTokenizer reads",
-            f"{COPY}; with tokenizer.json alone, tokenizer_config.json must name another class",
-        )
-    if not any((folder / name).exists() for name in VOCABULARIES):
-        raise CheckpointError("tokenizer.json is missing", COPY)
-    longest = settings.get("model_max_length")
-    if not isinstance(longest, int | float | None):
-        raise CheckpointError(
-            f"tokenizer_config.json: model_max_length is {longest!r}, not a number", COPY
-        )
+    check_tokenizer(folder, default=default)
     try:
         with quiet_transformers():
             return AutoTokenizer.from_pretrained(
@@ -84,30 +45,6 @@ def read_template(folder: Path, tokenizer: Any) -> str:
     if not isinstance(template, str):
         raise CheckpointError("chat_template.jinja is missing", COPY)
     return template
-
-
-def check_tiling(model: Model) -> None:
-    """Hold the processor's files to what config.json says of tiles and tokens.
-
-    Raises:
-        CheckpointError: they disagree.
-    """
-    folder, vision = model.source.folder, model.architecture.vision
-    tiling = model.architecture.tiling
-    assert folder is not None
-    assert vision is not None
-    assert tiling is not None
-    processor = read_optional(folder, "processor_config.json")
-    file, settings = read_image_settings(folder)
-    for name, given, expected in (
-        ("image_grid_pinpoints", settings, [list(pair) for pair in tiling.resolutions]),
-        ("num_image_tokens", processor, vision.tokens),
-        ("vision_aspect_ratio", processor, f"anyres_max_{tiling.max_tiles}"),
-        ("vision_feature_select_strategy", processor, "full"),
-    ):
-        if given.get(name) not in (None, expected):
-            where = file if given is settings else "processor_config.json"
-            raise CheckpointError(f"{where} and config.json disagree on {name}", OTHER_MODEL)
 
 
 def read_image_token(model: Model, tokenizer: Any) -> tuple[str, int]:

@@ -1,0 +1,111 @@
+"""What must lie beside the weights: settings of the image processor, tokenizer, chat template.
+
+Looked at before torch is imported; the processors themselves are built by the tasks.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vlmrun.errors import CheckpointError
+from vlmrun.models.checkpoint import read_json
+from vlmrun.models.model import Model
+
+COPY = "copy it from where the model comes from"
+OTHER_MODEL = "the files are of different models or versions; download them again"
+VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json")
+TEMPLATE = "chat_template.jinja"
+
+
+def check_companions(model: Model, *, images: bool, texts: bool) -> None:
+    """Hold a folder to what a job with pictures or texts needs of it.
+
+    Raises:
+        CheckpointError: a file is missing, or contradicts config.json.
+    """
+    folder = model.source.folder
+    assert folder is not None
+    caption = model.family.task == "caption"
+    if images:
+        read_image_settings(folder)
+    if caption:
+        check_tiling(model)
+        check_template(folder)
+    if caption or texts:
+        check_tokenizer(folder, default="TokenizersBackend" if caption else "SiglipTokenizer")
+
+
+def read_optional(folder: Path, name: str) -> Mapping[str, Any]:
+    """A JSON file of the folder; empty where there is none."""
+    return read_json(folder / name) if (folder / name).exists() else {}
+
+
+def read_image_settings(folder: Path) -> tuple[str, Mapping[str, Any]]:
+    """The file that holds the image processor's settings, and the settings.
+
+    Files written by transformers 5 nest them in processor_config.json, which goes first there.
+
+    Raises:
+        CheckpointError: neither file holds any.
+    """
+    nested = read_optional(folder, "processor_config.json").get("image_processor")
+    if isinstance(nested, dict):
+        return "processor_config.json", nested
+    settings = read_optional(folder, "preprocessor_config.json")
+    if not settings:
+        raise CheckpointError("preprocessor_config.json is missing", COPY)
+    return "preprocessor_config.json", settings
+
+
+def check_tokenizer(folder: Path, *, default: str) -> None:
+    """Hold the tokenizer's files to its class: the one tokenizer_config.json names, or `default`.
+
+    Raises:
+        CheckpointError: they are missing, or a setting is not what it should be.
+    """
+    settings = read_optional(folder, "tokenizer_config.json")
+    kind = str(settings.get("tokenizer_class") or default).removesuffix("Fast")
+    if kind == "SiglipTokenizer" and not (folder / "spiece.model").exists():
+        raise CheckpointError(
+            "spiece.model is missing, which a SiglipTokenizer reads",
+            f"{COPY}; with tokenizer.json alone, tokenizer_config.json must name another class",
+        )
+    if not any((folder / name).exists() for name in VOCABULARIES):
+        raise CheckpointError("tokenizer.json is missing", COPY)
+    longest = settings.get("model_max_length")
+    if not isinstance(longest, int | float | None):
+        raise CheckpointError(
+            f"tokenizer_config.json: model_max_length is {longest!r}, not a number", COPY
+        )
+
+
+def check_template(folder: Path) -> None:
+    """Raises CheckpointError where none of its four places holds a chat template."""
+    places = ("processor_config.json", "chat_template.json", "tokenizer_config.json")
+    held = any(read_optional(folder, name).get("chat_template") for name in places)
+    if not held and not (folder / TEMPLATE).exists():
+        raise CheckpointError(f"{TEMPLATE} is missing", COPY)
+
+
+def check_tiling(model: Model) -> None:
+    """Hold the processor's files to what config.json says of tiles and tokens.
+
+    Raises:
+        CheckpointError: they disagree.
+    """
+    folder, vision = model.source.folder, model.architecture.vision
+    tiling = model.architecture.tiling
+    assert folder is not None
+    assert vision is not None
+    assert tiling is not None
+    processor = read_optional(folder, "processor_config.json")
+    file, settings = read_image_settings(folder)
+    for name, given, expected in (
+        ("image_grid_pinpoints", settings, [list(pair) for pair in tiling.resolutions]),
+        ("num_image_tokens", processor, vision.tokens),
+        ("vision_aspect_ratio", processor, f"anyres_max_{tiling.max_tiles}"),
+        ("vision_feature_select_strategy", processor, "full"),
+    ):
+        if given.get(name) not in (None, expected):
+            where = file if given is settings else "processor_config.json"
+            raise CheckpointError(f"{where} and config.json disagree on {name}", OTHER_MODEL)
