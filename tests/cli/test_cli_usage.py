@@ -87,6 +87,8 @@ def test_flags_that_are_not_built_are_not_accepted(
         (["caption", "--temperature", "-1"], "greater than or equal to 0"),
         (["caption", "--temperature", "nan"], "--temperature"),
         (["caption", "--temperature", "inf"], "--temperature inf"),
+        (["caption", "--temperature", "1e-320"], "--temperature 9.99989e-321"),
+        (["caption", "--seed", str(2**64)], "--seed"),
         (["caption", "--top-p", "0"], "--top-p 0: not in (0, 1]"),
         (["caption", "--top-p", "1.5"], "--top-p 1.5: not in (0, 1]"),
         (["caption", "--top-k", "-1"], "--top-k"),

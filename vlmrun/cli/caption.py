@@ -27,6 +27,8 @@ from vlmrun.job import Generation, Job, Prompt
 
 of_prompt = partial(typer.Option, rich_help_panel="Prompt")
 of_answer = partial(typer.Option, rich_help_panel="Answer")
+COLDEST = 0.001  # temperature
+MAX_SEED = 2**63 - 1  # torch takes 64 bits, and every row adds its place
 NAMED = re.compile(r"([A-Za-z0-9_-]+)=(.*)", re.DOTALL)
 
 
@@ -86,7 +88,9 @@ class AnswerFlags:
     top_k: Annotated[
         int, of_answer(min=0, metavar="N", help="Sample from the N likeliest tokens; 0: all.")
     ] = 0
-    seed: Annotated[int, of_answer(min=0, metavar="N", help="Seed of the sampling.")] = 0
+    seed: Annotated[
+        int, of_answer(min=0, max=MAX_SEED, metavar="N", help="Seed of the sampling.")
+    ] = 0
     stop: Annotated[
         list[str],
         of_answer(metavar="TEXT", help="End a caption before TEXT; may be repeated."),
@@ -121,6 +125,11 @@ class AnswerFlags:
         """
         if not math.isfinite(self.temperature):
             raise UsageError(f"--temperature {self.temperature}: not a number", "use 0 to 2")
+        if 0 < self.temperature < COLDEST:
+            raise UsageError(
+                f"--temperature {self.temperature:g}: logits divided by it overflow",
+                f"use 0, which takes the likeliest token, or at least {COLDEST}",
+            )
         if not 0 < self.top_p <= 1:
             raise UsageError(f"--top-p {self.top_p:g}: not in (0, 1]", "1 leaves it off")
         if "" in self.stop:
