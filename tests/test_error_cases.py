@@ -389,6 +389,9 @@ READY_CASES = {
             "preprocessor_config.json is not valid JSON",
             "download it again",
         ),
+        "image settings without a size": Case(
+            setting("preprocessor_config.json", size=[]), "preprocessor_config.json", "copy it"
+        ),
         "an image processor of another model": Case(
             setting("preprocessor_config.json", image_processor_type="CLIPImageProcessor"),
             "is of a CLIPImageProcessor, and the model takes a LlavaOnevisionImageProcessor",

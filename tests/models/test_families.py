@@ -209,6 +209,12 @@ POSITIVE = [
 ]
 
 
+@pytest.mark.parametrize(("config", "section", "name"), POSITIVE)
+def test_numbers_that_no_model_has(config: Config, section: str, name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{name} is 1000000000, more than"):
+        family_of(config).architecture(changed(config, section, **{name: 10**9}))
+
+
 @pytest.mark.parametrize("value", [0, -1, 2.5, "12", True, [16, 16], {}])
 @pytest.mark.parametrize(("config", "section", "name"), POSITIVE)
 def test_numbers_that_are_none(config: Config, section: str, name: str, value: object) -> None:

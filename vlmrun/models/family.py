@@ -10,6 +10,7 @@ from vlmrun.models.shapes import Architecture
 Config = Mapping[str, Any]
 Task = Literal["caption", "embed"]
 Detail = Literal["high", "low"]
+MOST_LAYERS = 10_000
 Phase = Literal["vision", "text", "decode"]
 
 
@@ -59,11 +60,14 @@ def section(config: Config, name: str, defaults: Config, supported: str | None =
     return {**defaults, **given}
 
 
-def number(config: Config, name: str) -> int:
-    """A positive whole number of the configuration."""
+def number(config: Config, name: str, *, most: int = 1 << 24) -> int:
+    """A positive whole number of the configuration, and one that a model can have: a damaged
+    one of billions would only be noticed when memory runs out."""
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise contradiction(f"{name} should be a positive number, not {value!r}")
+    if value > most:
+        raise contradiction(f"{name} is {value}, more than {most}")
     return value
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from vlmrun.errors import UnsupportedModel
 from vlmrun.models import siglip
 from vlmrun.models.family import (
+    MOST_LAYERS,
     Config,
     Detail,
     Family,
@@ -97,7 +98,7 @@ def read_decoder(config: Config) -> Decoder:
     if config["num_key_value_heads"] is None:
         config = {**config, "num_key_value_heads": heads}
     decoder = Decoder(
-        layers=number(config, "num_hidden_layers"),
+        layers=number(config, "num_hidden_layers", most=MOST_LAYERS),
         width=width,
         mlp_width=number(config, "intermediate_size"),
         heads=heads,

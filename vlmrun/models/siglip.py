@@ -9,6 +9,7 @@ from typing import Any
 
 from vlmrun.errors import UnsupportedModel, UsageError
 from vlmrun.models.family import (
+    MOST_LAYERS,
     Config,
     Detail,
     Family,
@@ -125,7 +126,7 @@ def vision_tower(config: Config) -> VisionTower:
         CheckpointError: a number is missing or cannot be (heads that do not divide the width).
     """
     tower = VisionTower(
-        layers=number(config, "num_hidden_layers"),
+        layers=number(config, "num_hidden_layers", most=MOST_LAYERS),
         width=number(config, "hidden_size"),
         mlp_width=number(config, "intermediate_size"),
         heads=number(config, "num_attention_heads"),
@@ -143,7 +144,7 @@ def vision_tower(config: Config) -> VisionTower:
 def text_tower(config: Config) -> TextTower:
     width, projection = number(config, "hidden_size"), config.get("projection_size")
     tower = TextTower(
-        layers=number(config, "num_hidden_layers"),
+        layers=number(config, "num_hidden_layers", most=MOST_LAYERS),
         width=width,
         mlp_width=number(config, "intermediate_size"),
         heads=number(config, "num_attention_heads"),

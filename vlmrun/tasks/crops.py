@@ -119,7 +119,7 @@ def read_crops(folder: Path, processor_class: Any, side: int) -> Crops:
         resample = Image.Resampling(settings["resample"])
         background = tuple(int(share * 255) for share in processor.image_mean)
         levels = number_levels(processor)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{file} cannot be read: {one_line(error)}", COPY) from error
     if not np.isfinite(levels).all():
         raise CheckpointError(
