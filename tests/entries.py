@@ -25,6 +25,7 @@ from vlmrun.load import load
 from vlmrun.memory.cached_model import CachedModelWithPartialLoad
 from vlmrun.memory.plan import Plan
 from vlmrun.memory.workload import plan_job
+from vlmrun.models.family import View
 from vlmrun.models.model import Model
 from vlmrun.tasks.caption import Pictures, encode_pictures
 from vlmrun.tasks.decode import DecodeRow, Steps, Vocabulary, embed_prompts, left_padded
@@ -158,7 +159,7 @@ def prompted(
 def pictures_of(model: Model, stock: dict[str, Tensor]) -> Pictures:
     pixels, sizes = stock["pixel_values"], stock["image_sizes"].tolist()  # [n, crops, 3, S, S]
     detail = "high" if len(sizes) == 1 else "low"
-    costs = [model.family.image_cost(model.architecture, w, h, detail) for h, w in sizes]
+    costs = [model.family.image_cost(model.architecture, w, h, View(detail)) for h, w in sizes]
     return Pictures(
         pixels.flatten(0, 1),
         tuple((h, w) for h, w in sizes),

@@ -50,8 +50,10 @@ def build_skeleton(model: Model) -> nn.Module:
 
     try:
         with quiet_transformers(), torch.device("meta"):
-            config_class = transformers.CONFIG_MAPPING[model.config["model_type"]]
-            config = config_class.from_dict(dict(model.config), attn_implementation="sdpa")
+            named = model.family.config_type or model.config["model_type"]
+            settings = {**model.config, "model_type": named}
+            config_class = transformers.CONFIG_MAPPING[named]
+            config = config_class.from_dict(settings, attn_implementation="sdpa")
             module: nn.Module = getattr(transformers, model.family.model_class)(config)
     except Exception as error:  # configurations and modules raise nothing narrower
         reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -122,10 +124,11 @@ def check_ties(model: Model, reader: WeightReader) -> None:
     Raises:
         CheckpointError: they differ, so either the file or the configuration is wrong.
     """
-    weights = {weight.path: weight for layer in model.layers for weight in layer.weights}
-    for one in model.architecture.ties:
-        table = weights[one]
-        pieces = [w for w in weights.values() if w.rows is not None and w.key != table.key]
+    weights = [weight for layer in model.layers for weight in layer.weights]
+    for one, other in model.architecture.ties.items():
+        table = next(weight for weight in weights if weight.path == one)
+        owner = other.removesuffix("weight")
+        pieces = [w for w in weights if w.path.startswith(owner) and w.key != table.key]
         for piece in pieces:
             if not same_rows(table, piece, model, reader):
                 raise CheckpointError(

@@ -16,6 +16,7 @@ from PIL import Image
 import vlmrun as package
 from vlmrun.cli import Command as Parsed
 from vlmrun.cli import parse
+from vlmrun.models.family import View
 from vlmrun.models.model import describe_model
 
 DATA = Path(package.__file__).parent / "data"
@@ -263,7 +264,7 @@ def test_of_pictures_only_headers_are_read(vlmrun: Command, tmp_path: Path) -> N
     done = vlmrun("mem-plan", "-m", "llava-onevision-0.5b", tmp_path)
     assert done.code == 0
     image = describe_model("llava-onevision-0.5b").family.image_cost(
-        describe_model("llava-onevision-0.5b").architecture, 3000, 2000, "high"
+        describe_model("llava-onevision-0.5b").architecture, 3000, 2000, View()
     )
     assert f"{image.crops} crops, {image.tokens} tokens" in done.text
     assert f"{tmp_path}/broken.png: " in done.err

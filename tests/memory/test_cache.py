@@ -12,6 +12,7 @@ from vlmrun.errors import OutOfBudget
 from vlmrun.memory.cache import ModelCache
 from vlmrun.memory.cached_model import CachedModelOnlyFullLoad, CachedModelWithPartialLoad
 from vlmrun.tasks.embed import embed_images
+from vlmrun.tasks.vision import squares
 
 PIXELS = torch.rand(2, 3, 28, 28, generator=torch.Generator().manual_seed(1)) * 2 - 1
 
@@ -27,7 +28,8 @@ def onevision(tiny_onevision: Path) -> Ready:
 
 
 def embed(ready: Ready) -> Tensor:
-    return embed_images(ready.entry, ready.model.architecture, PIXELS, "pooled")
+    groups = squares(PIXELS)
+    return torch.stack(embed_images(ready.entry, ready.model.architecture, groups, "pooled"))
 
 
 def caption(ready: Ready) -> Tensor:

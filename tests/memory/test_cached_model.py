@@ -28,12 +28,14 @@ from vlmrun.memory.plan import Placement, Plan, Tier
 from vlmrun.models.family import Phase
 from vlmrun.models.layer import Layer
 from vlmrun.tasks.embed import embed_images
+from vlmrun.tasks.vision import squares
 
 PIXELS = torch.rand(2, 3, 28, 28, generator=torch.Generator().manual_seed(1)) * 2 - 1
 
 
 def embed(ready: Ready) -> Tensor:
-    return embed_images(ready.entry, ready.model.architecture, PIXELS, "pooled")
+    groups = squares(PIXELS)
+    return torch.stack(embed_images(ready.entry, ready.model.architecture, groups, "pooled"))
 
 
 def caption(ready: Ready, *, steps: int = 3) -> Tensor:

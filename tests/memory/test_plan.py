@@ -22,7 +22,7 @@ from vlmrun.memory.budget import Budget
 from vlmrun.memory.plan import Placement, Plan, Tier, choose, make_plan, spread
 from vlmrun.memory.working import GPU_RUNTIME_BYTES, Workload
 from vlmrun.models.dtype import Dtype
-from vlmrun.models.family import Phase
+from vlmrun.models.family import Phase, View
 from vlmrun.models.layer import Layer, Weight
 from vlmrun.models.model import Model
 
@@ -44,7 +44,7 @@ def load_of(model: Model, kind: str = "pooled", *, batch: int = 1, side: int = 3
     return Workload(
         phases=model.family.phases(model.architecture, kind),
         count=batch,
-        image=model.family.image_cost(model.architecture, side, side, "high"),
+        image=model.family.image_cost(model.architecture, side, side, View()),
         image_pixels=side * side,
         prompt_tokens=100 if decodes else 0,
         new_tokens=128 if decodes else 0,

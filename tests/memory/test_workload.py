@@ -26,6 +26,7 @@ from vlmrun.memory.workload import (
     used_phases,
 )
 from vlmrun.models.dtype import Dtype
+from vlmrun.models.family import View
 from vlmrun.models.model import Model
 
 SIGLIP_MODEL, VISION_MODEL = model_of(SIGLIP), model_of(TINY_VISION)
@@ -171,7 +172,7 @@ def test_the_largest_of_everything() -> None:
     )
     load = workload(CAPTION_MODEL, job, sizes)
     costs = [
-        CAPTION_MODEL.family.image_cost(CAPTION_MODEL.architecture, w, h, "high") for w, h in sizes
+        CAPTION_MODEL.family.image_cost(CAPTION_MODEL.architecture, w, h, View()) for w, h in sizes
     ]
     assert load.image.crops == max(cost.crops for cost in costs)
     assert load.image.tokens == max(cost.tokens for cost in costs)

@@ -13,8 +13,8 @@ from transformers.models.llava_onevision.modeling_llava_onevision import (
 )
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 
-from vlmrun.models.family import ImageCost
-from vlmrun.models.llava import LLAVA_ONEVISION
+from vlmrun.models.family import ImageCost, View
+from vlmrun.models.onevision import LLAVA_ONEVISION
 
 EXTREMES = [(1, 10000), (10000, 1), (700, 840), (840, 700), (899, 1024), (1024, 899), (1, 1)]
 EXTREMES += [(20000, 100), (100, 20000), (384, 384), (385, 384), (2304, 2304), (2305, 2305)]
@@ -79,7 +79,7 @@ def test_costs_equal_the_stock_processor_and_model(
     own = {"vision_aspect_ratio": aspect} | ({} if grid is None else {"image_grid_pinpoints": grid})
     architecture = LLAVA_ONEVISION.architecture(own)
     for width, height in sizes():
-        cost = LLAVA_ONEVISION.image_cost(architecture, width, height, "high")
+        cost = LLAVA_ONEVISION.image_cost(architecture, width, height, View())
         crops = image_size_to_num_patches((height, width), stock.image_grid_pinpoints, 384)
         tokens = processor._get_number_of_features(height, width, 384, 384)
         assert (cost.crops, cost.tokens) == (crops, tokens), (width, height)
@@ -89,15 +89,17 @@ def test_costs_equal_the_stock_processor_and_model(
 def test_costs_known_by_hand() -> None:
     """A base view and one tile with 27 line ends; of a strip's tile one row or line is kept."""
     architecture, cost = LLAVA_ONEVISION.architecture({}), LLAVA_ONEVISION.image_cost
-    assert cost(architecture, 384, 384, "high") == ImageCost(crops=2, tokens=729 + 27 * 28)
-    assert cost(architecture, 10000, 1, "high") == ImageCost(crops=2, tokens=729 + 28)
-    assert cost(architecture, 1, 10000, "high") == ImageCost(crops=2, tokens=729 + 27 * 2)
-    assert cost(architecture, 2304, 2304, "high").crops == 37
+    assert cost(architecture, 384, 384, View()) == ImageCost(crops=2, tokens=729 + 27 * 28)
+    assert cost(architecture, 10000, 1, View()) == ImageCost(crops=2, tokens=729 + 28)
+    assert cost(architecture, 1, 10000, View()) == ImageCost(crops=2, tokens=729 + 27 * 2)
+    assert cost(architecture, 2304, 2304, View()).crops == 37
 
 
 @pytest.mark.parametrize(("width", "height"), EXTREMES)
 def test_low_detail_costs_one_view(width: int, height: int) -> None:
     stock = stock_config(None, "anyres_max_9")
-    cost = LLAVA_ONEVISION.image_cost(LLAVA_ONEVISION.architecture({}), width, height, "low")
+    cost = LLAVA_ONEVISION.image_cost(
+        LLAVA_ONEVISION.architecture({}), width, height, View(detail="low")
+    )
     assert (cost.crops, cost.tokens) == (1, 730)
     assert packer(stock)(width, height, 1) == 730

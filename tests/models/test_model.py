@@ -2,8 +2,9 @@
 
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from light import (
     model_of,
     module_tensors,
     renamed,
+    stock_shapes,
     words,
     write_folder,
     write_safetensors,
@@ -32,6 +34,7 @@ from vlmrun.models.family import Config
 from vlmrun.models.layer import Layer
 from vlmrun.models.model import (
     Model,
+    Place,
     cut_layers,
     describe_model,
     largest_block,
@@ -53,6 +56,14 @@ CONFIGS: dict[str, Config] = {
     "onevision 0.5b": ONEVISION,
     "onevision 7b": ONEVISION_7B,
 }
+
+
+def unfused(name: str, tensor: Any) -> list[tuple[str, Any]]:
+    """A stock tensor by our module paths: the pooling head's projection is three of ours."""
+    if ".in_proj_" not in name:
+        return [(name, tensor)]
+    thirds = tensor.chunk(3)
+    return [(name.replace("in_proj_", f"{p}_proj."), t) for p, t in zip("qkv", thirds, strict=True)]
 
 
 def write(folder: Path, config: Config, change: Callable[[dict[str, Any]], object]) -> str:
@@ -105,13 +116,20 @@ def test_every_tensor_lies_where_transformers_puts_it(name: str, tmp_path: Path)
     assert model.notes == ()
     stock_class = getattr(transformers, model.family.model_class)
     stock = stock_class.from_pretrained(folder).state_dict()
-    keys = weight_keys(model)
-    assert keys.keys() == stock.keys()
-    for path, key in keys.items():
-        info = model.checkpoint.tensors[key]
+    weights = [weight for layer in model.layers for weight in layer.weights]
+    whole = {re.sub(r"blocks\.\d+\.", "", weight.path): weight.shape for weight in weights}
+    assert stock_shapes(whole).keys() == stock.keys()
+    parts = {path: part for name, found in stock.items() for path, part in unfused(name, found)}
+    for weight in weights:
+        info = model.checkpoint.tensors[weight.key]
         assert info.file is not None
         with safe_open(info.file, "pt") as file:
-            assert torch.equal(file.get_tensor(key), stock[path]), path
+            held = file.get_tensor(weight.key)
+        held = held if weight.rows is None else held[slice(*weight.rows)]
+        part = parts[re.sub(r"blocks\.\d+\.", "", weight.path)]
+        if ".blocks." in weight.path and weight.rows is not None:
+            part = part[slice(*weight.rows)]
+        assert torch.equal(held, part), weight.path
 
 
 @pytest.mark.parametrize("demo", ["demo", "demo-siglip"])
@@ -317,12 +335,12 @@ def test_surplus_tensors_are_named_as_the_file_spells_them(tmp_path: Path) -> No
 
 def test_misshapen_tensors_are_named_with_both_shapes(tmp_path: Path) -> None:
     def change(tensors: dict[str, Any]) -> None:
-        tensors["model.image_newline"] = ("F32", (1, 16))
+        tensors["model.image_newline"] = ("F32", (2, 8))
 
     with pytest.raises(CheckpointError) as caught:
         describe_model(write(tmp_path, TINY_ONEVISION, change))
     assert caught.value.message == (
-        "1 tensor is of another shape: model.image_newline (is [1, 16], config.json needs [16])"
+        "1 tensor is of another shape: model.image_newline (is [2, 8], config.json needs [16])"
     )
     wider = changed(TINY_ONEVISION, "text_config", intermediate_size=25)
     with pytest.raises(CheckpointError, match=r"^9 tensors are of another shape: .* and 6 more$"):
@@ -436,8 +454,12 @@ def test_an_unsupported_model_is_opened_only_as_untested(tmp_path: Path) -> None
 
 def test_layers_follow_execution(tmp_path: Path) -> None:
     shape = model_of(TINY_SIGLIP).architecture
-    keys: Mapping[str, str] = {path: path for block in shape.blocks for path in block.tensors}
-    assert [layer.name for layer in cut_layers(shape, keys)] == [
+    places = {
+        path: Place(path, length)
+        for block in shape.blocks
+        for path, length in block.tensors.items()
+    }
+    assert [layer.name for layer in cut_layers(shape, places)] == [
         "vision.embeddings",
         *(f"vision.layers.{i}" for i in range(3)),
         "vision.norm",

@@ -17,6 +17,7 @@ import vlmrun
 from vlmrun.errors import UsageError
 from vlmrun.memory.working import CROPS_AT_ONCE, TEXTS_AT_ONCE
 from vlmrun.tasks.embed import embed_images, embed_texts, unit_length
+from vlmrun.tasks.vision import squares
 
 DEMO = Path(vlmrun.__file__).parent / "data/demo-siglip"
 PICTURES = DEMO.parent / "pictures"
@@ -31,10 +32,15 @@ def texts(count: int = 3) -> Tensor:
     return torch.randint(2, 200, (count, 16), generator=torch.Generator().manual_seed(8))
 
 
+def run_pixels(ready: Ready, seen: Tensor, kind: str) -> Tensor:
+    found = embed_images(ready.entry, ready.model.architecture, squares(seen), kind)
+    return torch.stack(found)
+
+
 def vectors(ready: Ready, kind: str, count: int = 3) -> tuple[Tensor, ...]:
     """Pictures twice, so that a second pass over the weights counts too, then texts."""
-    seen = embed_images(ready.entry, ready.model.architecture, pixels(count), kind)
-    again = embed_images(ready.entry, ready.model.architecture, pixels(count), kind)
+    seen = run_pixels(ready, pixels(count), kind)
+    again = run_pixels(ready, pixels(count), kind)
     assert torch.equal(seen, again)
     if kind != "pooled" or ready.model.architecture.text is None:
         return (seen,)
@@ -150,7 +156,7 @@ def test_a_trained_model_in_halves(dtype: str, compute: str) -> None:
     found = []
     for options in {"compute": "float32", "dtype": "float32"}, {"compute": compute, "dtype": dtype}:
         ready = load_tiny(DEMO, resident="40%", **options)
-        found.append(embed_images(ready.entry, ready.model.architecture, seen, "pooled"))
+        found.append(run_pixels(ready, seen, "pooled"))
     assert torch.cosine_similarity(*found).min() > 0.999
 
 
@@ -186,7 +192,7 @@ def test_only_what_the_job_uses_is_read(tiny_siglip: Path) -> None:
     ready = load_tiny(tiny_siglip, resident="0%", kind="hidden:1")
     names = {"vision.embeddings", "vision.layers.0"}
     assert {p.layer.name for p in ready.plan.placements} == names
-    embed_images(ready.entry, ready.model.architecture, pixels(), "hidden:1")
+    run_pixels(ready, pixels(), "hidden:1")
     assert ready.entry.bytes_read == ready.plan.weight_bytes
     whole = sum(info.nbytes for info in ready.model.checkpoint.tensors.values())
     assert ready.entry.bytes_read < whole / 4

@@ -22,10 +22,13 @@ from transformers.models.siglip2.tokenization_siglip2 import Siglip2Tokenizer
 from transformers.processing_utils import ProcessorMixin
 
 from vlmrun.errors import ImageError, UnsupportedModel, UsageError
+from vlmrun.models.family import View
 from vlmrun.models.model import Model, read_model
 from vlmrun.models.source import resolve_source
 from vlmrun.tasks import crops as crops_module
-from vlmrun.tasks.preprocess import CaptionPreprocessor, EmbedPreprocessor
+from vlmrun.tasks.chat import Chat
+from vlmrun.tasks.preprocess import PicturePreprocessor
+from vlmrun.tasks.texts import TextPreprocessor
 
 PROMPT = "What is in the picture?"
 
@@ -82,9 +85,10 @@ def test_rows_equal_the_stock_processor(onevision: Model, sizes: list[tuple[int,
     )
     nested = {"images": [images]} if images else {}
     expected = stock(text=[chat], return_tensors="pt", **nested)
-    preprocessor = CaptionPreprocessor(onevision)
+    preprocessor = PicturePreprocessor(onevision)
+    asked = Chat(onevision)
     seen = preprocessor.pictures(images) if images else None
-    ids = preprocessor.input_ids(PROMPT, seen)
+    ids = asked.input_ids(PROMPT, seen.tokens if seen else ())
     assert ids == tuple(expected["input_ids"][0].tolist())
     if seen is None:
         return
@@ -94,7 +98,7 @@ def test_rows_equal_the_stock_processor(onevision: Model, sizes: list[tuple[int,
     assert torch.equal(seen.pixel_values, pixels.reshape(-1, *pixels.shape[-3:]))
     assert [list(size) for size in seen.sizes] == expected["image_sizes"].tolist()
     assert sum(seen.crops) == len(seen.pixel_values)
-    assert sum(seen.tokens) == ids.count(preprocessor.vocabulary.placeholder_id)
+    assert sum(seen.tokens) == ids.count(asked.vocabulary.placeholder_id)
 
 
 @pytest.mark.parametrize("size", [(40, 40), (97, 60), (60, 97), (3, 3000), (3000, 2)], ids=str)
@@ -102,7 +106,7 @@ def test_low_detail_is_the_view_of_several_pictures(
     onevision: Model, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Padded in strips, of any number, and equal to padding the whole square."""
-    preprocessor, image = CaptionPreprocessor(onevision), picture(*size)
+    preprocessor, image = PicturePreprocessor(onevision), picture(*size)
     folder, vision = onevision.source.folder, onevision.architecture.vision
     assert folder is not None
     assert vision is not None
@@ -110,37 +114,37 @@ def test_low_detail_is_the_view_of_several_pictures(
     expected = stock([[image, image]], return_tensors="pt")["pixel_values"][0]
     for strip_pixels in (crops_module.STRIP_PIXELS, 7 * max(size)):
         monkeypatch.setattr(crops_module, "STRIP_PIXELS", strip_pixels)
-        low = preprocessor.pictures([image], detail="low")
+        low = preprocessor.pictures([image], view=View(detail="low"))
         assert (low.crops, low.tokens) == ((1,), (vision.tokens + 1,))
         assert torch.equal(low.pixel_values, expected)
 
 
 @pytest.mark.parametrize("detail", ["high", "low"])
 def test_rows_cost_what_the_family_says(onevision: Model, detail: Any) -> None:
-    preprocessor, source = CaptionPreprocessor(onevision), random.Random(1)
+    preprocessor, chat, source = PicturePreprocessor(onevision), Chat(onevision), random.Random(1)
     for _ in range(30):
         image = Image.new("RGB", (source.randint(1, 300), source.randint(1, 300)))
-        cost = onevision.family.image_cost(onevision.architecture, *image.size, detail)
-        seen = preprocessor.pictures([image], detail=detail)
-        ids = preprocessor.input_ids(PROMPT, seen)
-        assert ids.count(preprocessor.vocabulary.placeholder_id) == cost.tokens
+        cost = onevision.family.image_cost(onevision.architecture, *image.size, View(detail))
+        seen = preprocessor.pictures([image], view=View(detail))
+        ids = chat.input_ids(PROMPT, seen.tokens)
+        assert ids.count(chat.vocabulary.placeholder_id) == cost.tokens
         assert (seen.crops, len(seen.pixel_values)) == ((cost.crops,), cost.crops)
 
 
 def test_pictures_too_long_to_pad_are_refused(onevision: Model) -> None:
     strip = Image.new("RGB", (70_000, 1))
-    preprocessor = CaptionPreprocessor(onevision)
+    preprocessor = PicturePreprocessor(onevision)
     assert preprocessor.pictures([strip]).sizes == ((1, 70_000),)
     with pytest.raises(ImageError, match="70000 pixels long"):
-        preprocessor.pictures([strip], detail="low")
+        preprocessor.pictures([strip], view=View(detail="low"))
 
 
 def test_system_prompt_goes_first(onevision: Model) -> None:
-    preprocessor = CaptionPreprocessor(onevision)
-    ids = preprocessor.input_ids(PROMPT, None, system="Answer with one word.")
-    text = preprocessor.vocabulary.tokenizer.decode(ids)
+    chat = Chat(onevision)
+    ids = chat.input_ids(PROMPT, (), system="Answer with one word.")
+    text = chat.vocabulary.tokenizer.decode(ids)
     assert text.index("system") < text.index("Answer with one word.") < text.index(PROMPT)
-    assert ids != preprocessor.input_ids(PROMPT, None)
+    assert ids != chat.input_ids(PROMPT, ())
 
 
 @pytest.mark.parametrize(
@@ -155,7 +159,7 @@ def test_texts_that_cannot_be_meant_are_refused(
     onevision: Model, prompt: str, system: str, words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):
-        CaptionPreprocessor(onevision).input_ids(prompt, None, system=system)
+        Chat(onevision).input_ids(prompt, (), system=system)
 
 
 def test_settings_are_used(tiny_onevision: Path, tmp_path: Path) -> None:
@@ -169,7 +173,7 @@ def test_settings_are_used(tiny_onevision: Path, tmp_path: Path) -> None:
     model, image = changed(tiny_onevision, tmp_path, change), picture(70, 40)
     stock = LlavaOnevisionImageProcessorPil.from_pretrained(tmp_path)
     expected = stock([[image], [picture(9, 30), image]], return_tensors="pt")["pixel_values"]
-    preprocessor = CaptionPreprocessor(model)
+    preprocessor = PicturePreprocessor(model)
     assert torch.equal(preprocessor.pictures([image]).pixel_values, expected[0])
     both = preprocessor.pictures([picture(9, 30), image])
     assert torch.equal(both.pixel_values, expected[1:, 0])
@@ -180,7 +184,7 @@ def test_pictures_are_squashed_not_cropped(siglip: Path) -> None:
     image = picture(200, 100)
     resized = np.asarray(image.resize((28, 28), Image.Resampling.BICUBIC), dtype=np.float64)
     expected = torch.from_numpy(((resized / 255 - 0.5) / 0.5).transpose(2, 0, 1))
-    preprocessor = EmbedPreprocessor(model_at(siglip), texts=False, images=True)
+    preprocessor = PicturePreprocessor(model_at(siglip))
     pixels = preprocessor.pixels([image])
     assert pixels.shape == (1, 3, 28, 28)
     assert pixels.dtype == torch.float32
@@ -190,7 +194,7 @@ def test_pictures_are_squashed_not_cropped(siglip: Path) -> None:
 def test_pixels_equal_the_stock_image_processor(siglip: Path) -> None:
     images = [picture(*size) for size in [(200, 100), (28, 28), (1, 1), (5, 900), (31, 33)]]
     stock = SiglipImageProcessorPil.from_pretrained(siglip)(images, return_tensors="pt")
-    preprocessor = EmbedPreprocessor(model_at(siglip), texts=False, images=True)
+    preprocessor = PicturePreprocessor(model_at(siglip))
     assert torch.equal(preprocessor.pixels(images), stock["pixel_values"])
     assert preprocessor.pixels([]).shape == (0, 3, 28, 28)
 
@@ -199,7 +203,7 @@ TEXTS = ["a red apple", "The quick, brown FOX!", "jump " * 200, "", "umbrella </
 
 
 def test_texts_equal_the_stock_tokenizer(siglip: Path) -> None:
-    rows, notes = EmbedPreprocessor(model_at(siglip), texts=True, images=False).tokens(TEXTS)
+    rows, notes = TextPreprocessor(model_at(siglip)).tokens(TEXTS)
     tokenizer = AutoTokenizer.from_pretrained(siglip)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -216,12 +220,12 @@ def test_texts_equal_the_stock_tokenizer(siglip: Path) -> None:
 
 
 def test_no_text_gives_no_row(siglip: Path) -> None:
-    rows, notes = EmbedPreprocessor(model_at(siglip), texts=True, images=False).tokens([])
+    rows, notes = TextPreprocessor(model_at(siglip)).tokens([])
     assert (rows.shape, notes) == ((0, 16), ())
 
 
 def test_version_1_drops_punctuation(tiny_siglip: Path) -> None:
-    preprocessor = EmbedPreprocessor(model_at(tiny_siglip), texts=True, images=False)
+    preprocessor = TextPreprocessor(model_at(tiny_siglip))
     rows, _ = preprocessor.tokens(["A red, apple!", "a red apple"])
     assert torch.equal(rows[0], rows[1])
 
@@ -258,7 +262,7 @@ def test_version_2_is_lowered_and_padded_on_the_right(
     assert tokenizer.padding_side == "left"
     assert tokenizer("A CAT")["input_ids"] != tokenizer("a cat")["input_ids"]
     texts = ["A CAT", "a cat", "a cat on the umbrella", "ΟΔΟΣ"]
-    rows, _ = EmbedPreprocessor(model, texts=True, images=False).tokens(texts)
+    rows, _ = TextPreprocessor(model).tokens(texts)
     assert rows[0].tolist() == tokenizer("a cat")["input_ids"] + [0] * 10
     assert rows[2, -1] == tokenizer.eos_token_id
     lowering = Siglip2Tokenizer.from_pretrained(tmp_path)  # NaFlex models'
@@ -269,18 +273,18 @@ def test_version_2_is_lowered_and_padded_on_the_right(
 
 def test_a_tokenizer_told_to_keep_case_keeps_it(tiny_siglip2: Path, tmp_path: Path) -> None:
     model = changed(tiny_siglip2, tmp_path, gemma(False))
-    rows, _ = EmbedPreprocessor(model, texts=True, images=False).tokens(["A CAT", "a cat"])
+    rows, _ = TextPreprocessor(model).tokens(["A CAT", "a cat"])
     assert not torch.equal(rows[0], rows[1])
 
 
 def test_a_vision_tower_embeds_no_texts(tiny_siglip_vision: Path) -> None:
     model = model_at(tiny_siglip_vision)
-    assert EmbedPreprocessor(model, texts=False, images=True).pixels([picture(9, 5)]).any()
+    assert PicturePreprocessor(model).pixels([picture(9, 5)]).any()
     with pytest.raises(UnsupportedModel, match="has no text tower"):
-        EmbedPreprocessor(model, texts=True, images=True)
+        TextPreprocessor(model)
 
 
 def test_texts_that_are_not_unicode_are_refused(siglip: Path) -> None:
-    preprocessor = EmbedPreprocessor(model_at(siglip), texts=True, images=False)
+    preprocessor = TextPreprocessor(model_at(siglip))
     with pytest.raises(UsageError, match="not valid UTF-8"):
         preprocessor.tokens(["caf\udce9"])

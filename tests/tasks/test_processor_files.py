@@ -13,7 +13,9 @@ from transformers import AutoTokenizer
 from transformers.utils.logging import warning_once
 
 from vlmrun.errors import CheckpointError, UsageError
-from vlmrun.tasks.preprocess import CaptionPreprocessor, EmbedPreprocessor
+from vlmrun.tasks.chat import Chat
+from vlmrun.tasks.preprocess import PicturePreprocessor
+from vlmrun.tasks.texts import TextPreprocessor
 
 PROMPT = "What is in the picture?"
 
@@ -47,9 +49,9 @@ def test_template_faults_are_told_apart(
     words: str,
 ) -> None:
     change = replaced("chat_template.jinja", template.encode())
-    preprocessor = CaptionPreprocessor(changed(tiny_onevision, tmp_path, change))
+    chat = Chat(changed(tiny_onevision, tmp_path, change))
     with pytest.raises(error, match=words):
-        preprocessor.input_ids(PROMPT, preprocessor.pictures([picture(9, 9)]), system=system)
+        chat.input_ids(PROMPT, (20,), system=system)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +67,9 @@ def test_template_is_found_wherever_it_lies(
     tiny_onevision: Path, tmp_path: Path, change: Change
 ) -> None:
     moved = all_of(without("chat_template.jinja"), change)
-    preprocessor = CaptionPreprocessor(changed(tiny_onevision, tmp_path, moved))
-    ids = preprocessor.input_ids(PROMPT, preprocessor.pictures([picture(9, 9)]))
-    assert preprocessor.vocabulary.tokenizer.decode(ids).startswith("jason")
+    chat = Chat(changed(tiny_onevision, tmp_path, moved))
+    ids = chat.input_ids(PROMPT, (20,))
+    assert chat.vocabulary.tokenizer.decode(ids).startswith("jason")
 
 
 BAD_CAPTION_FILES = {
@@ -153,7 +155,7 @@ def test_bad_files_are_refused_by_name(tiny_onevision: Path, tmp_path: Path, fau
     change, words = BAD_CAPTION_FILES[fault]
     model = changed(tiny_onevision, tmp_path, change)
     with pytest.raises(CheckpointError, match=words) as caught:
-        CaptionPreprocessor(model)
+        PicturePreprocessor(model), Chat(model)
     assert "\n" not in caught.value.message
     assert caught.value.hint
 
@@ -169,12 +171,10 @@ def test_bad_files_are_refused_by_name(tiny_onevision: Path, tmp_path: Path, fau
 def test_what_can_be_derived_may_be_missing(
     tiny_onevision: Path, tmp_path: Path, change: Change
 ) -> None:
-    whole = CaptionPreprocessor(model_at(tiny_onevision))
-    part = CaptionPreprocessor(changed(tiny_onevision, tmp_path, change))
-    image = picture(70, 40)
-    seen, same = whole.pictures([image]), part.pictures([image])
+    whole, part = model_at(tiny_onevision), changed(tiny_onevision, tmp_path, change)
+    seen, same = (PicturePreprocessor(m).pictures([picture(70, 40)]) for m in (whole, part))
     assert torch.equal(same.pixel_values, seen.pixel_values)
-    assert part.input_ids(PROMPT, same) == whole.input_ids(PROMPT, seen)
+    assert Chat(part).input_ids(PROMPT, same.tokens) == Chat(whole).input_ids(PROMPT, seen.tokens)
 
 
 def test_settings_may_be_nested_in_the_processor_configuration(
@@ -186,8 +186,8 @@ def test_settings_may_be_nested_in_the_processor_configuration(
         without("preprocessor_config.json")(folder)
 
     image = picture(70, 40)
-    nested = CaptionPreprocessor(changed(tiny_onevision, tmp_path, nest)).pictures([image])
-    flat = CaptionPreprocessor(model_at(tiny_onevision)).pictures([image])
+    nested = PicturePreprocessor(changed(tiny_onevision, tmp_path, nest)).pictures([image])
+    flat = PicturePreprocessor(model_at(tiny_onevision)).pictures([image])
     assert torch.equal(nested.pixel_values, flat.pixel_values)
 
 
@@ -207,7 +207,7 @@ def test_settings_may_be_nested_in_the_processor_configuration(
 def test_stop_tokens_come_from_the_first_file_that_names_them(
     tiny_onevision: Path, tmp_path: Path, change: Change, stops: set[int]
 ) -> None:
-    vocabulary = CaptionPreprocessor(changed(tiny_onevision, tmp_path, change)).vocabulary
+    vocabulary = Chat(changed(tiny_onevision, tmp_path, change)).vocabulary
     assert (vocabulary.stop_ids, vocabulary.pad_id) == (stops, SPECIAL["<|endoftext|>"])
     assert vocabulary.placeholder_id == SPECIAL["<image>"]
 
@@ -220,7 +220,7 @@ def test_checkpoint_code_is_not_run(tiny_onevision: Path, tmp_path: Path) -> Non
 
     model = changed(tiny_onevision, tmp_path, change)
     with pytest.raises(CheckpointError, match="the tokenizer cannot be read"):
-        CaptionPreprocessor(model)
+        Chat(model)
     assert not (tmp_path / "ran").exists()
 
 
@@ -264,16 +264,16 @@ def test_bad_tokenizers_are_refused_by_name(
     fixture, change, words = BAD_TEXT_FILES[fault]
     model = changed(request.getfixturevalue(fixture), tmp_path, change)
     with pytest.raises(CheckpointError, match=words) as caught:
-        EmbedPreprocessor(model, texts=True, images=False)
+        TextPreprocessor(model)
     assert "\n" not in caught.value.message
-    EmbedPreprocessor(model, texts=False, images=True)  # pictures need no tokenizer
+    PicturePreprocessor(model)  # pictures need no tokenizer
 
 
 def test_texts_need_no_image_settings(tiny_siglip: Path, tmp_path: Path) -> None:
     model = changed(tiny_siglip, tmp_path, without("preprocessor_config.json"))
-    assert len(EmbedPreprocessor(model, texts=True, images=False).tokens(["a"])[0]) == 1
+    assert len(TextPreprocessor(model).tokens(["a"])[0]) == 1
     with pytest.raises(CheckpointError, match=r"preprocessor_config\.json is missing"):
-        EmbedPreprocessor(model, texts=False, images=True)
+        PicturePreprocessor(model)
 
 
 def test_tokens_that_the_model_lacks_are_refused(tiny_siglip2: Path, tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_tokens_that_the_model_lacks_are_refused(tiny_siglip2: Path, tmp_path: P
         path.write_text(json.dumps({**found, "added_tokens": [*found["added_tokens"], more]}))
 
     model = changed(tiny_siglip2, tmp_path, grow)
-    preprocessor = EmbedPreprocessor(model, texts=True, images=False)
+    preprocessor = TextPreprocessor(model)
     with pytest.raises(CheckpointError, match="id 300, and the model has 300 tokens"):
         preprocessor.tokens(["a fox", "a zebra"])
 
@@ -294,7 +294,7 @@ def test_padding_that_the_model_lacks_is_refused(tiny_siglip2: Path, tmp_path: P
     """Its row of the table would be another tensor's bytes."""
     model = changed(tiny_siglip2, tmp_path, setting("tokenizer_config.json", pad_token="<more>"))
     with pytest.raises(CheckpointError, match="the tokenizer gives id 300"):
-        EmbedPreprocessor(model, texts=True, images=False)
+        TextPreprocessor(model)
 
 
 def test_nothing_is_asked_of_the_network(
@@ -303,8 +303,10 @@ def test_nothing_is_asked_of_the_network(
     asked: list[object] = []
     monkeypatch.setattr(socket, "getaddrinfo", lambda *host, **_: asked.append(host))
     monkeypatch.setattr(socket.socket, "connect", lambda _, address: asked.append(address))
-    EmbedPreprocessor(model_at(siglip), texts=True, images=True)
-    CaptionPreprocessor(model_at(tiny_onevision))
+    for model in (model_at(siglip), model_at(tiny_onevision)):
+        PicturePreprocessor(model)
+    TextPreprocessor(model_at(siglip))
+    Chat(model_at(tiny_onevision))
     assert asked == []
 
 
@@ -324,8 +326,8 @@ def test_transformers_says_nothing(
     logger.addHandler(caplog.handler)
     try:
         warning_once.cache_clear()
-        EmbedPreprocessor(model, texts=True, images=True).tokens(["jump " * 40, "umbrella </s>"])
-        CaptionPreprocessor(model_at(tiny_onevision)).input_ids("jump " * 2000, None)
+        TextPreprocessor(model).tokens(["jump " * 40, "umbrella </s>"])
+        Chat(model_at(tiny_onevision)).input_ids("jump " * 2000, ())
         assert caplog.messages == []
         warning_once.cache_clear()
         AutoTokenizer.from_pretrained(tmp_path)("jump " * 40)

@@ -98,13 +98,13 @@ class CachedModelWithPartialLoad:
         yield self._module
 
     @contextmanager
-    def bound(self, name: str) -> Iterator[None]:
-        """Keep one layer bound while several calls use it: all crops in one crossing, or a
-        parameter that no forward of its own reads."""
+    def bound(self, name: str) -> Iterator[nn.Module]:
+        """Lend the module of one layer, bound while several calls use it: all crops in one
+        crossing, or a parameter that no forward of its own reads."""
         layer = self._layers[name]
         try:
             self._bind(layer)
-            yield
+            yield self._module.get_submodule(layer.module)
         finally:
             self._release(layer)
 
@@ -175,7 +175,7 @@ class CachedModelWithPartialLoad:
             tensor = self.reader.map(info, name=weight.key, rows=weight.rows)
             if tensor is None or tensor.dtype != self._dtype:
                 return None
-            tensors.append(tensor)
+            tensors.append(tensor.view(weight.shape))
         return tensors
 
     def _drop(self, name: str) -> None:

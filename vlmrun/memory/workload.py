@@ -9,7 +9,7 @@ from vlmrun.memory.budget import Budget, cpu_features, find_device, read_budget,
 from vlmrun.memory.plan import MAX_BATCH, Plan, Storage, make_plan
 from vlmrun.memory.working import Workload
 from vlmrun.models.dtype import Dtype, parse_dtype, resolve_dtype
-from vlmrun.models.family import ImageCost, Phase
+from vlmrun.models.family import ImageCost, Phase, View
 from vlmrun.models.model import Model
 
 Size = tuple[int, int]
@@ -101,7 +101,8 @@ def describe(
     vision = model.architecture.vision
     side = vision.image_size if vision is not None else 0
     known = list(sizes) or [(side, side)]
-    costs = [model.family.image_cost(model.architecture, w, h, job.detail) for w, h in known]
+    view = View(job.detail)
+    costs = [model.family.image_cost(model.architecture, w, h, view) for w, h in known]
     prompts = job.prompts or ()
     longest = max([len(p.text.encode()) for p in prompts] or [len(model.family.default_prompt)])
     caption = job.task == "caption"

@@ -27,10 +27,10 @@ def check_companions(model: Model, *, images: bool, texts: bool) -> None:
     assert folder is not None
     caption = model.family.task == "caption"
     if images:
-        read_image_settings(folder)
-    if caption:
+        read_image_settings(model)
         check_tiling(model)
-        check_template(folder)
+    if caption:
+        check_template(model)
     if caption or texts:
         check_tokenizer(folder, default="TokenizersBackend" if caption else "SiglipTokenizer")
 
@@ -40,14 +40,19 @@ def read_optional(folder: Path, name: str) -> Mapping[str, Any]:
     return read_json(folder / name) if (folder / name).exists() else {}
 
 
-def read_image_settings(folder: Path) -> tuple[str, Mapping[str, Any]]:
+def read_image_settings(model: Model) -> tuple[str, Mapping[str, Any]]:
     """The file that holds the image processor's settings, and the settings.
 
-    Files written by transformers 5 nest them in processor_config.json, which goes first there.
+    Configurations that are not transformers' own bring them along. Files written by
+    transformers 5 nest them in processor_config.json, which goes first there.
 
     Raises:
-        CheckpointError: neither file holds any.
+        CheckpointError: no file holds any.
     """
+    folder, own = model.source.folder, model.config.get("image_processor")
+    assert folder is not None
+    if isinstance(own, dict):
+        return "config.json", own
     nested = read_optional(folder, "processor_config.json").get("image_processor")
     if isinstance(nested, dict):
         return "processor_config.json", nested
@@ -79,11 +84,15 @@ def check_tokenizer(folder: Path, *, default: str) -> None:
         )
 
 
-def check_template(folder: Path) -> None:
-    """Raises CheckpointError where none of its four places holds a chat template."""
+def check_template(model: Model) -> None:
+    """Raises CheckpointError where none of its four places holds a chat template, and none is
+    known of the family."""
+    folder = model.source.folder
+    assert folder is not None
     places = ("processor_config.json", "chat_template.json", "tokenizer_config.json")
     held = any(read_optional(folder, name).get("chat_template") for name in places)
-    if not held and not (folder / TEMPLATE).exists():
+    known = model.family.chat_template(model.config)
+    if not held and not known and not (folder / TEMPLATE).exists():
         raise CheckpointError(f"{TEMPLATE} is missing", COPY)
 
 
@@ -97,9 +106,10 @@ def check_tiling(model: Model) -> None:
     tiling = model.architecture.tiling
     assert folder is not None
     assert vision is not None
-    assert tiling is not None
+    if tiling is None:
+        return
     processor = read_optional(folder, "processor_config.json")
-    file, settings = read_image_settings(folder)
+    file, settings = read_image_settings(model)
     for name, given, expected in (
         ("image_grid_pinpoints", settings, [list(pair) for pair in tiling.resolutions]),
         ("num_image_tokens", processor, vision.tokens),

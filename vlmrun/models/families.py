@@ -2,7 +2,7 @@
 
 from vlmrun.errors import CheckpointError, UnsupportedModel
 from vlmrun.models.family import Config, Family
-from vlmrun.models.llava import LLAVA_ONEVISION
+from vlmrun.models.onevision import LLAVA_ONEVISION
 from vlmrun.models.siglip import SIGLIP, SIGLIP_VISION
 
 FAMILIES: tuple[Family, ...] = (SIGLIP, SIGLIP_VISION, LLAVA_ONEVISION)

@@ -15,6 +15,13 @@ Phase = Literal["vision", "text", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
+class View:
+    """How a job looks at its pictures."""
+
+    detail: Detail = "high"
+
+
+@dataclass(frozen=True, slots=True)
 class ImageCost:
     """What one picture costs: crops through the vision tower, tokens in the decoder."""
 
@@ -26,23 +33,33 @@ class ImageCost:
 class Family:
     """One architecture: how its configuration reads, where its tensors lie, what it can do.
 
+    config_type: transformers' model_type, where the family's configurations have one of ours.
     renames: (pattern, replacement) pairs that turn a checkpoint's key into a module path.
+    fused: (pattern, replacements) of a module path, after renames, that stands for several by
+        equal blocks of rows.
     ignored: patterns of keys that older files carry and no module needs.
-    image_cost: (architecture, width, height, detail) -> ImageCost.
+    image_processors: those it may be used with, by transformers' names; the first is meant
+        where the settings name none.
+    image_cost: (architecture, width, height, view) -> ImageCost.
     phases: (architecture, output kind) -> for every phase the blocks that run in it, in order.
         Raises UnsupportedModel for an output kind the model cannot give.
+    chat_template: (configuration) -> the template where the folder has none; "" if unknown.
     """
 
     name: str
     model_types: tuple[str, ...]
     model_class: str
+    config_type: str = ""
     task: Task
     architecture: Callable[[Config], Architecture]
-    renames: tuple[tuple[str, str], ...]
-    ignored: tuple[str, ...]
-    image_cost: Callable[[Architecture, int, int, Detail], ImageCost]
+    renames: tuple[tuple[str, str], ...] = ()
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    ignored: tuple[str, ...] = ()
+    image_processors: tuple[str, ...]
+    image_cost: Callable[[Architecture, int, int, View], ImageCost]
     phases: Callable[[Architecture, str], Mapping[Phase, tuple[str, ...]]]
     default_prompt: str = ""
+    chat_template: Callable[[Config], str] = lambda _: ""
 
 
 def section(config: Config, name: str, defaults: Config, supported: str | None = None) -> Config:

@@ -18,7 +18,7 @@ from vlmrun.models.checkpoint import (
 from vlmrun.models.dtype import SAFETENSORS
 from vlmrun.models.families import family_of
 from vlmrun.models.family import Config, Family
-from vlmrun.models.layer import Block, Layer, Weight
+from vlmrun.models.layer import Block, Layer, Shape, Weight
 from vlmrun.models.shapes import Architecture
 from vlmrun.models.source import (
     Source,
@@ -29,6 +29,15 @@ from vlmrun.models.source import (
 )
 
 CATALOGUE = Path(__file__).parent.parent / "data" / "catalogue.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter lies in the checkpoint: a tensor, or the rows `start:stop` of one."""
+
+    key: str
+    shape: Shape
+    rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +122,8 @@ def read_model(source: Source) -> Model:
 def assemble(source: Source, config: Config, checkpoint: Checkpoint, *notes: str) -> Model:
     family = family_of(config)
     architecture = family.architecture(config)
-    keys = match_keys(family, architecture, checkpoint)
-    layers = tuple(cut_layers(architecture, keys))
+    places = match_keys(family, architecture, checkpoint)
+    layers = tuple(cut_layers(architecture, places))
     return Model(source, config, family, architecture, checkpoint, layers, notes)
 
 
@@ -140,49 +149,80 @@ def shapes_only(architecture: Architecture, dtype: str) -> Checkpoint:
 
 def match_keys(
     family: Family, architecture: Architecture, checkpoint: Checkpoint
-) -> dict[str, str]:
-    """Match the checkpoint's keys to the architecture's module paths: path -> key.
+) -> dict[str, Place]:
+    """Match the checkpoint's keys to the architecture's module paths.
 
-    A parameter that shares its storage with another takes the key of whichever is there.
+    A parameter that shares its storage with another takes the place of whichever is there.
 
     Raises:
         CheckpointError: tensors are missing, surplus, misshapen, or two keys name one module
             path; all of a kind are counted, the first few named.
     """
-    keys: dict[str, str] = {}
-    for key in checkpoint.tensors:
+    places: dict[str, Place] = {}
+    for key, info in checkpoint.tensors.items():
         if any(re.search(pattern, key) for pattern in family.ignored):
             continue
-        path = module_path(family, key)
-        if path in keys:
-            raise CheckpointError(
-                f"{keys[path]} and {key} both hold {path}",
-                "the file mixes two spellings of one tensor; remove the one that is not meant",
-            )
-        keys[path] = key
+        for path, place in places_of(family, key, info.shape):
+            if path in places:
+                raise CheckpointError(
+                    f"{places[path].key} and {key} both hold {path}",
+                    "the file mixes two spellings of one tensor; remove the one that is not meant",
+                )
+            places[path] = place
     for one, other in architecture.ties.items():
-        if one in keys or other in keys:
-            keys.setdefault(one, keys.get(other, ""))
-            keys.setdefault(other, keys[one])
+        found = places.get(one, places.get(other))
+        if found is not None:
+            places.setdefault(one, found)
+            places.setdefault(other, found)
+    check_places(architecture, places)
+    return places
+
+
+def places_of(family: Family, key: str, shape: Shape) -> Iterable[tuple[str, Place]]:
+    """The module paths that a key stands for; a fused one stands for several by rows."""
+    path = module_path(family, key)
+    for pattern, replacements in family.fused:
+        match = re.fullmatch(pattern, path)
+        if match is None:
+            continue
+        rows = shape[0] // len(replacements) if shape else 0
+        if not rows or shape[0] % len(replacements):
+            raise CheckpointError(
+                f"{key} has {shape[0] if shape else 0} rows, which make no {len(replacements)} "
+                "equal blocks",
+                "config.json is of another model or another version",
+            )
+        for i, replacement in enumerate(replacements):
+            place = Place(key, (rows, *shape[1:]), (i * rows, (i + 1) * rows))
+            yield match.expand(replacement), place
+        return
+    yield path, Place(key, shape)
+
+
+def check_places(architecture: Architecture, places: Mapping[str, Place]) -> None:
+    """Hold what the checkpoint has to what the architecture needs. Axes of length 1 may differ:
+    timm and open_clip write a position table as [1, N, D], a scalar as []."""
     expected = {path: s for block in architecture.blocks for path, s in block.tensors.items()}
     complain(
         "missing from the checkpoint",
-        sorted(expected.keys() - keys.keys()),
+        sorted(expected.keys() - places.keys()),
         "the download is incomplete, or config.json is of another model",
     )
     complain(
         "in the checkpoint that config.json does not account for",
-        sorted(keys[path] for path in keys.keys() - expected.keys()),
+        sorted({places[path].key for path in places.keys() - expected.keys()}),
         "config.json is of another model or another version",
     )
     wrong = [
-        f"{keys[path]} (is {list(checkpoint.tensors[keys[path]].shape)}, "
-        f"config.json needs {list(shape)})"
+        f"{places[path].key} (is {list(places[path].shape)}, config.json needs {list(shape)})"
         for path, shape in expected.items()
-        if checkpoint.tensors[keys[path]].shape != shape
+        if squeezed(places[path].shape) != squeezed(shape)
     ]
     complain("of another shape", wrong, "config.json is of another model or another version")
-    return keys
+
+
+def squeezed(shape: Shape) -> Shape:
+    return tuple(length for length in shape if length != 1)
 
 
 def module_path(family: Family, key: str) -> str:
@@ -199,12 +239,15 @@ def complain(what: str, names: list[str], hint: str) -> None:
         raise CheckpointError(f"{len(names)} {noun} {what}: {', '.join(names[:3])}{more}", hint)
 
 
-def cut_layers(architecture: Architecture, keys: Mapping[str, str]) -> Iterable[Layer]:
+def cut_layers(architecture: Architecture, places: Mapping[str, Place]) -> Iterable[Layer]:
     """Layers in execution order. A matrix larger than the largest decoder block is cut into
     row blocks no larger than it, so that everything that moves fits the same buffer."""
     bound = largest_block(architecture)
     for block in architecture.blocks:
-        weights = tuple(Weight(p, keys[p], shape) for p, shape in block.tensors.items())
+        weights = tuple(
+            Weight(path, places[path].key, shape, places[path].rows)
+            for path, shape in block.tensors.items()
+        )
         if block.row_blocks:
             yield from row_layers(block, weights[0], bound)
         else:

@@ -1,35 +1,34 @@
 """The attention of SigLIP's pooling head, over weights stored in any dtype."""
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vlmrun.nn.linear import CastLinear, linear
+from vlmrun.nn.linear import CastLinear
 
 
 class CastMultiheadAttention(nn.Module):
-    """`nn.MultiheadAttention` as the pooling head calls it: batch first, fused input
-    projection, keys and values from the same tensor, no mask, attention weights not returned.
+    """`nn.MultiheadAttention` as the pooling head calls it: batch first, keys and values from
+    the same tensor, attention weights not returned. The three input projections, fused in the
+    stock module, are layers of their own, as everywhere else.
     """
-
-    in_proj_weight: Tensor
-    in_proj_bias: Tensor
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width), requires_grad=False)
-        self.in_proj_bias = nn.Parameter(torch.empty(3 * width), requires_grad=False)
+        self.q_proj = CastLinear(width, width, bias=True)
+        self.k_proj = CastLinear(width, width, bias=True)
+        self.v_proj = CastLinear(width, width, bias=True)
         self.out_proj = CastLinear(width, width, bias=True)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
-        """query: [B, Q, D] in any dtype, key and value: the same [B, N, D]; gives [B, Q, D]."""
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """query: [B, Q, D] in any dtype, key and value: the same [B, N, D], attn_mask: added to
+        the scores, [B * heads, Q, N]; gives [B, Q, D]."""
         assert key is value
-        width = key.shape[-1]
-        weight, bias = self.in_proj_weight, self.in_proj_bias
-        q = linear(query.to(key.dtype), weight[:width], bias[:width])
-        k = linear(key, weight[width : 2 * width], bias[width : 2 * width])
-        v = linear(key, weight[2 * width :], bias[2 * width :])
-        heads = [x.view(*x.shape[:-1], self.heads, -1).transpose(1, 2) for x in (q, k, v)]
-        seen = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2])
+        q, k, v = self.q_proj(query.to(key.dtype)), self.k_proj(key), self.v_proj(key)
+        q, k, v = (x.view(*x.shape[:-1], self.heads, -1).transpose(1, 2) for x in (q, k, v))
+        if attn_mask is not None:
+            attn_mask = attn_mask.view(key.shape[0], self.heads, *attn_mask.shape[1:]).to(key.dtype)
+        seen = functional.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
         return self.out_proj(seen.transpose(1, 2).flatten(2)), None

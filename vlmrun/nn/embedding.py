@@ -61,21 +61,47 @@ class PatchEmbedding(nn.Module):
         return embedded
 
 
+class ClassEmbedding(nn.Module):
+    """CLIP's class token, patches and positions (transformers' CLIPVisionEmbeddings), computed
+    in `compute_dtype`, as above."""
+
+    class_embedding: Tensor
+
+    def __init__(
+        self, *, channels: int, width: int, patch_size: int, positions: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.class_embedding = nn.Parameter(torch.empty(width), requires_grad=False)
+        self.patch_embedding = CastPatches(channels, width, patch_size, dtype, bias=False)
+        self.position_embedding = CastEmbedding(positions, width, compute_dtype=dtype)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        patches = self.patch_embedding(pixel_values).flatten(2).transpose(1, 2)  # [B, N, D]
+        first = self.class_embedding.to(patches.dtype).expand(patches.shape[0], 1, -1)
+        vectors = torch.cat([first, patches], dim=1)  # [B, 1 + N, D]
+        positions = torch.arange(vectors.shape[1], device=vectors.device)
+        embedded: Tensor = vectors + self.position_embedding(positions)
+        return embedded
+
+
 class CastPatches(nn.Module):
     """A convolution whose stride is its kernel: one linear map per patch."""
 
     weight: Tensor
-    bias: Tensor
+    bias: Tensor | None
 
-    def __init__(self, channels: int, width: int, patch: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, channels: int, width: int, patch: int, dtype: torch.dtype, *, bias: bool = True
+    ) -> None:
         super().__init__()
         shape = (width, channels, patch, patch)
         self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(width), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(width), requires_grad=False) if bias else None
         self.patch = patch
         self.compute_dtype = dtype
 
     def forward(self, pixels: Tensor) -> Tensor:
         dtype = self.compute_dtype
-        weight, bias = self.weight.to(dtype), self.bias.to(dtype)
+        weight = self.weight.to(dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
         return functional.conv2d(pixels.to(dtype), weight, bias, stride=self.patch)

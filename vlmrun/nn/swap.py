@@ -11,7 +11,7 @@ from torch import nn
 
 from vlmrun.errors import UnsupportedModel
 from vlmrun.nn.attention import CastMultiheadAttention
-from vlmrun.nn.embedding import CastEmbedding, PatchEmbedding
+from vlmrun.nn.embedding import CastEmbedding, ClassEmbedding, PatchEmbedding
 from vlmrun.nn.linear import CastLinear
 from vlmrun.nn.norm import CastLayerNorm, CastRMSNorm
 
@@ -63,16 +63,23 @@ def _attention(layer: nn.Module, _: torch.dtype) -> nn.Module:
 
 
 def _patches(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
+    return PatchEmbedding(**_patch_shape(layer), dtype=dtype)
+
+
+def _class_and_patches(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
+    return ClassEmbedding(**_patch_shape(layer), dtype=dtype)
+
+
+def _patch_shape(layer: nn.Module) -> dict[str, int]:
     convolution, positions = layer.patch_embedding, layer.position_embedding
     assert isinstance(convolution, nn.Conv2d)
     assert isinstance(positions, nn.Embedding)
-    return PatchEmbedding(
-        channels=convolution.in_channels,
-        width=convolution.out_channels,
-        patch_size=int(convolution.kernel_size[0]),
-        positions=positions.num_embeddings,
-        dtype=dtype,
-    )
+    return {
+        "channels": convolution.in_channels,
+        "width": convolution.out_channels,
+        "patch_size": int(convolution.kernel_size[0]),
+        "positions": positions.num_embeddings,
+    }
 
 
 MODELS = "transformers.models"
@@ -82,12 +89,16 @@ REPLACEMENTS: Mapping[str, Replace] = {
     "torch.nn.modules.normalization.LayerNorm": _layer_norm,
     "torch.nn.modules.sparse.Embedding": _embedding,
     "torch.nn.modules.activation.MultiheadAttention": _attention,
+    f"{MODELS}.llama.modeling_llama.LlamaRMSNorm": _rms_norm,
+    f"{MODELS}.mistral.modeling_mistral.MistralRMSNorm": _rms_norm,
     f"{MODELS}.qwen2.modeling_qwen2.Qwen2RMSNorm": _rms_norm,
+    f"{MODELS}.clip.modeling_clip.CLIPVisionEmbeddings": _class_and_patches,
     f"{MODELS}.siglip.modeling_siglip.SiglipVisionEmbeddings": _patches,
 }
 # modules with a parameter of their own that is cast where it is used: `image_newline`, `probe`
 KEPT = frozenset(
     {
+        f"{MODELS}.llava_next.modeling_llava_next.LlavaNextModel",
         f"{MODELS}.llava_onevision.modeling_llava_onevision.LlavaOnevisionModel",
         f"{MODELS}.siglip.modeling_siglip.SiglipMultiheadAttentionPoolingHead",
     }

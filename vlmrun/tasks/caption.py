@@ -1,15 +1,14 @@
-"""Pictures to the features a decoder sees (LLaVA-OneVision, arXiv:2408.03326)."""
+"""Pictures to the features a decoder sees (Liu et al. 2023, arXiv:2304.08485)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlmrun.memory.cached_model import CachedModelWithPartialLoad
-from vlmrun.memory.working import CROPS_AT_ONCE
 from vlmrun.models.shapes import Architecture
-from vlmrun.tasks.vision import hidden_states
+from vlmrun.tasks.vision import hidden_states, squares
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +32,21 @@ def encode_pictures(
     """Encode a batch's pictures in one crossing of the tower: for each of `batch` the features
     [T, D] of its pictures one after the other, in the compute dtype."""
     pixels = torch.cat([pictures.pixel_values for pictures in batch])
-    assert architecture.tiling is not None
-    aspect = f"anyres_max_{architecture.tiling.max_tiles}"
+    tower, first = architecture.vision, int(architecture.first_dropped)
+    assert tower is not None
     with model.use("vision") as module:
-        root = module.get_submodule("model")
-        states = hidden_states(
-            model, root.get_submodule("vision_tower"), pixels, architecture.feature_layers
+        kept = hidden_states(
+            model, squares(pixels), architecture.feature_layers, prenorm=tower.class_token
         )
-        seen = states[0] if len(states) == 1 else torch.cat(states, dim=-1)
-        with model.bound("projector"):
-            groups = torch.split(seen, CROPS_AT_ONCE)
-            project = root.get_submodule("multi_modal_projector")
-            features = torch.cat([project(group) for group in groups])
+        seen = [torch.cat(states, dim=-1)[:, first:] for states in kept]
+        with model.bound("projector") as project:
+            features = torch.cat([project(states) for states in seen])  # [C, N, D]
             counts = [count for pictures in batch for count in pictures.crops]
-            packed, _ = root.pack_image_features(  # type: ignore[operator]
-                torch.split(features, counts),
+            packed = pack(
+                module.get_submodule("model"),
+                architecture,
+                list(torch.split(features, counts)),
                 [list(size) for pictures in batch for size in pictures.sizes],
-                image_newline=root.image_newline,
-                vision_aspect_ratio=aspect,
             )
     found, at = [], 0
     for pictures in batch:
@@ -59,3 +55,25 @@ def encode_pictures(
         found.append(torch.cat(own))
         at += len(own)
     return found
+
+
+def pack(
+    root: nn.Module,
+    architecture: Architecture,
+    features: list[Tensor],
+    sizes: list[list[int]],
+) -> list[Tensor]:
+    """The features [T, D] of each picture from those of its crops, [C, N, D] each: the crops one
+    after the other, or where pictures are tiled, the base view and the unpadded grid."""
+    tiling = architecture.tiling
+    if tiling is None:
+        return [crops.flatten(0, 1) for crops in features]
+    own = {"vision_aspect_ratio": f"anyres_max_{tiling.max_tiles}"}
+    if tiling.max_tiles is None:
+        own = {
+            "vision_feature_select_strategy": "default" if architecture.first_dropped else "full"
+        }
+    packed, _ = root.pack_image_features(  # type: ignore[operator]
+        features, sizes, image_newline=root.image_newline, **own
+    )
+    return list(packed)

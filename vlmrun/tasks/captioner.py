@@ -11,10 +11,12 @@ from vlmrun.files.rows import Caption, Failure
 from vlmrun.job import Job, Prompt
 from vlmrun.memory.cached_model import CachedModelWithPartialLoad
 from vlmrun.memory.plan import Plan
+from vlmrun.models.family import View
 from vlmrun.models.model import Model
 from vlmrun.tasks.caption import Pictures, encode_pictures
+from vlmrun.tasks.chat import Chat
 from vlmrun.tasks.decode import Decoded, DecodeRow, decode
-from vlmrun.tasks.preprocess import CaptionPreprocessor
+from vlmrun.tasks.preprocess import PicturePreprocessor
 from vlmrun.tasks.samples import (
     Batch,
     Sample,
@@ -54,7 +56,8 @@ class Captioner:
         self._model = model
         self._plan = plan
         self._entry = entry
-        self._preprocess = CaptionPreprocessor(model)
+        self._pictures = PicturePreprocessor(model)
+        self._chat = Chat(model)
         self._prompts = job.prompts or (Prompt(model.family.default_prompt),)
 
     def batches(self) -> Iterator[Batch]:
@@ -83,9 +86,10 @@ class Captioner:
 
     def _cut(self, image: Image) -> Question:
         """Raises ImageError where the decoder has no room for what the picture costs."""
-        pictures = self._preprocess.pictures([image], detail=self._job.detail)
+        pictures = self._pictures.pictures([image], view=View(self._job.detail))
         system = self._job.system
-        ids = [self._preprocess.input_ids(p.text, pictures, system=system) for p in self._prompts]
+        costs = pictures.tokens
+        ids = [self._chat.input_ids(p.text, costs, system=system) for p in self._prompts]
         longest = max(map(len, ids))
         if longest >= self._decoder.positions:
             raise ImageError(
@@ -112,7 +116,7 @@ class Captioner:
                 self._entry,
                 self._decoder,
                 group,
-                vocabulary=self._preprocess.vocabulary,
+                vocabulary=self._chat.vocabulary,
                 generation=self._job.generation,
             )
         return list(batched(decoded, len(self._prompts)))

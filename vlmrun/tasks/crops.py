@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from PIL import Image
 
 from vlmrun.errors import CheckpointError, ImageError
 from vlmrun.models.companions import COPY, OTHER_MODEL, read_image_settings
+from vlmrun.models.model import Model
 from vlmrun.tasks.processor_files import one_line
 
 REQUIRED = ("size", "resample", "image_mean", "image_std")
@@ -96,26 +96,31 @@ class Crops:
         return pixels
 
 
-def read_crops(folder: Path, processor_class: Any, side: int) -> Crops:
-    """Settings of a folder's image processor, held to the tower's square.
+def read_crops(model: Model) -> Crops:
+    """Settings of a model's image processor, held to its family and its tower's square.
 
     Class defaults are never taken for what REQUIRED names: OneVision's are CLIP's colours.
 
     Raises:
         CheckpointError: settings are missing, or not those of this class and size.
     """
-    file, settings = read_image_settings(folder)
+    assert model.architecture.vision is not None
+    side = model.architecture.vision.image_size
+    file, settings = read_image_settings(model)
     absent = [name for name in REQUIRED if settings.get(name) is None]
     if absent:
         raise CheckpointError(f"{file} does not say {', '.join(absent)}", COPY)
-    kind = str(settings.get("image_processor_type") or processor_class.__name__)
-    needed = processor_class.__name__.removesuffix("Pil")
-    if kind.removesuffix("Pil").removesuffix("Fast") != needed:
-        raise CheckpointError(f"{file} is of a {kind}, and the model takes a {needed}", OTHER_MODEL)
+    known = model.family.image_processors
+    named = str(settings.get("image_processor_type") or known[0])
+    kind = named.removesuffix("Pil").removesuffix("Fast")
+    if kind not in known:
+        raise CheckpointError(
+            f"{file} is of a {named}, and the model takes a {' or a '.join(known)}", OTHER_MODEL
+        )
     if settings.get("do_resize") is False or settings.get("do_center_crop"):
         raise CheckpointError(f"{file} does not squash pictures to a square", OTHER_MODEL)
     try:
-        processor = processor_class(**settings)
+        processor = image_processor_class(kind)(**settings)
         resample = Image.Resampling(settings["resample"])
         background = tuple(int(share * 255) for share in processor.image_mean)
         levels = number_levels(processor)
@@ -131,6 +136,13 @@ def read_crops(folder: Path, processor_class: Any, side: int) -> Crops:
             OTHER_MODEL,
         )
     return Crops(side, resample, background, levels)
+
+
+def image_processor_class(kind: str) -> Any:
+    """The PIL class of that name: pixels must not depend on what else is installed."""
+    import transformers  # late: only the class that is used is imported
+
+    return getattr(transformers, f"{kind}Pil")
 
 
 def number_levels(processor: Any) -> npt.NDArray[np.float32]:

@@ -1,38 +1,49 @@
 """Pictures and texts to vectors of one space."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from vlmrun.memory.cached_model import CachedModelWithPartialLoad
-from vlmrun.memory.working import CROPS_AT_ONCE, TEXTS_AT_ONCE
+from vlmrun.memory.working import TEXTS_AT_ONCE
 from vlmrun.models.shapes import Architecture
-from vlmrun.models.siglip import hidden_state
-from vlmrun.tasks.vision import hidden_states
+from vlmrun.models.towers import hidden_state
+from vlmrun.tasks.vision import Group, hidden_states
 
 
 @torch.inference_mode()
 def embed_images(
-    model: CachedModelWithPartialLoad, architecture: Architecture, pixels: Tensor, kind: str
-) -> Tensor:
-    """Embed pictures, in the order given.
+    model: CachedModelWithPartialLoad,
+    architecture: Architecture,
+    groups: Sequence[Group],
+    kind: str,
+) -> list[Tensor]:
+    """Embed pictures, in the order given; a tensor of float32 on the CPU for each.
 
-    pixels: [B, 3, S, S] float32. Returns float32 on the CPU: [B, D] for `pooled` (the attention
-    pooling head, Zhai et al. 2023, arXiv:2303.15343), [B, N, D] for `last-hidden` (after the
-    final norm) and `hidden:K` (before it).
+    [D] for `pooled` (the attention pooling head, Zhai et al. 2023, arXiv:2303.15343), [N, D]
+    for `last-hidden` (after the final norm) and `hidden:K` (before it).
     """
     assert architecture.vision is not None
     layers = architecture.vision.layers
     at = hidden_state(kind, layers)
-    with model.use("vision") as module:
-        tower = module.get_submodule("vision_model" if hasattr(module, "vision_model") else "")
-        [states] = hidden_states(model, tower, pixels, (layers if at is None else at,))
+    with model.use("vision"):
+        kept = hidden_states(model, groups, (layers if at is None else at,))
+        states = [state for [state] in kept]
         if at is None:
-            states = tower.get_submodule("post_layernorm")(states)
+            with model.bound("vision.norm") as norm:
+                states = [norm(state) for state in states]
         if kind == "pooled":
-            head = tower.get_submodule("head")
-            with model.bound("vision.head"):
-                states = torch.cat([head(group) for group in torch.split(states, CROPS_AT_ONCE)])
-        return states.float().cpu()
+            with model.bound("vision.head") as head:
+                pairs = zip(states, groups, strict=True)
+                states = [pooled(head, state, group) for state, group in pairs]
+        return [vector for state in states for vector in state.float().cpu()]
+
+
+def pooled(head: torch.nn.Module, states: Tensor, group: Group) -> Tensor:
+    """One vector [C, D] of patches [C, N, D]; padding of a group is not seen."""
+    vectors: Tensor = head(states)
+    return vectors
 
 
 @torch.inference_mode()

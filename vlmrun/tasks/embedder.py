@@ -14,7 +14,7 @@ from vlmrun.memory.cached_model import CachedModelWithPartialLoad
 from vlmrun.memory.plan import Plan
 from vlmrun.models.model import Model
 from vlmrun.tasks.embed import embed_images, embed_texts, unit_length
-from vlmrun.tasks.preprocess import EmbedPreprocessor
+from vlmrun.tasks.preprocess import PicturePreprocessor
 from vlmrun.tasks.samples import (
     Batch,
     Sample,
@@ -26,6 +26,8 @@ from vlmrun.tasks.samples import (
     overflowed,
     read_sample,
 )
+from vlmrun.tasks.texts import TextPreprocessor
+from vlmrun.tasks.vision import squares
 
 
 class Embedder:
@@ -38,7 +40,8 @@ class Embedder:
         self._model = model
         self._plan = plan
         self._entry = entry
-        self._preprocess = EmbedPreprocessor(model, texts=bool(job.texts), images=bool(job.images))
+        self._pictures = PicturePreprocessor(model) if job.images else None
+        self._texts = TextPreprocessor(model) if job.texts else None
         self._normalize = job.output_kind == "pooled" if job.normalize is None else job.normalize
 
     def batches(self) -> Iterator[Batch]:
@@ -61,19 +64,22 @@ class Embedder:
             yield batch_of(rows, notes_of(samples))
 
     def _cut(self, image: Image) -> Tensor:
-        return self._preprocess.pixels([image])
+        assert self._pictures is not None
+        return self._pictures.pixels([image])
 
-    def _embed_pictures(self, samples: Sequence[Sample[Tensor]]) -> Tensor | list[Tensor]:
+    def _embed_pictures(self, samples: Sequence[Sample[Tensor]]) -> list[Tensor]:
         if not samples:
             return []
-        pixels = torch.cat([sample.pixels for sample in samples])
+        groups = squares(torch.cat([sample.pixels for sample in samples]))
         kind = self._job.output_kind
-        return embed_images(self._entry, self._model.architecture, pixels, kind)
+        return embed_images(self._entry, self._model.architecture, groups, kind)
 
     def _text_batches(self) -> Iterator[Batch]:
+        if self._texts is None:
+            return
         for group in batched(self._job.texts, self._plan.workload.batch_size):
             start = time.perf_counter()
-            ids, notes = self._preprocess.tokens(group)
+            ids, notes = self._texts.tokens(group)
             vectors = embed_texts(self._entry, ids)
             each = (time.perf_counter() - start) * 1000 / len(group)
             rows = [self._row(v, each, text) for v, text in zip(vectors, group, strict=True)]

@@ -30,19 +30,23 @@ def load_tokenizer(folder: Path, *, default: str) -> Any:
         raise CheckpointError(f"the tokenizer cannot be read: {one_line(error)}", COPY) from error
 
 
-def read_template(folder: Path, tokenizer: Any) -> str:
-    """The chat template, from the first place that has one, in transformers' order.
+def read_template(model: Model, tokenizer: Any) -> str:
+    """The chat template, from the first place that has one, in transformers' order, else the
+    family's own.
 
     Raises:
         CheckpointError: there is none.
     """
+    folder = model.source.folder
+    assert folder is not None
     template = read_optional(folder, "processor_config.json").get("chat_template")
     template = template or read_optional(folder, "chat_template.json").get("chat_template")
     # The tokenizer has read chat_template.jinja, else tokenizer_config.json.
     template = template or tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
-    if not isinstance(template, str):
+    template = template or model.family.chat_template(model.config)
+    if not isinstance(template, str) or not template:
         raise CheckpointError("chat_template.jinja is missing", COPY)
     return template
 
