@@ -4,9 +4,7 @@ Every tensor is random and non-zero, seeded by its name, so that a swapped, lost
 tensor changes the output. `config.json` leaves out what equals the class default, as hub files do.
 """
 
-import math
 import warnings
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +13,7 @@ import torch
 import transformers
 from light import HUB_ONEVISION, renamed
 from safetensors.torch import save_file
+from seeded import random_tensor
 from tiny_tokenizers import (
     CHAT_POSITIONS,
     SIGLIP2_TOKENS,
@@ -200,22 +199,6 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], *, shards: int = 
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
     write_json(folder / "model.safetensors.index.json", index)
-
-
-def random_tensor(path: str, shape: Sequence[int]) -> Tensor:
-    """Float32 values seeded by the path.
-
-    Matrices keep the size of what passes through them. Queries and keys are drawn wider, so that
-    attention chooses: with flat attention greedy decoding repeats one token whatever the picture.
-    """
-    source = torch.Generator().manual_seed(zlib.crc32(path.encode()))
-    values = torch.randn(*shape, generator=source)
-    if "norm" in path and path.endswith("weight"):
-        return 1 + 0.1 * values
-    if len(shape) < 2 or "embed" in path:
-        return 0.1 * values
-    width = 3 if "q_proj" in path or "k_proj" in path else 1
-    return width * values / math.sqrt(math.prod(shape[1:]))
 
 
 def _write_model(
