@@ -8,8 +8,9 @@ import pytest
 from light import words, write_header, write_index, write_safetensors
 
 from vlmrun.errors import CheckpointError, UnsupportedModel
-from vlmrun.models.checkpoint import INDEX, SINGLE, read_checkpoint, read_json, tensors_of
+from vlmrun.models.checkpoint import read_checkpoint, read_json, tensors_of
 from vlmrun.models.dtype import Dtype
+from vlmrun.models.weight_files import INDEX, OPEN_CLIP, PICKLE, PICKLE_INDEX, SINGLE
 
 A, B, C = ("a", ("F32", (2, 3))), ("b", ("BF16", (4,))), ("c", ("F16", ()))
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -57,6 +58,44 @@ def test_a_single_file_is_taken_before_an_index(tmp_path: Path) -> None:
     shards(tmp_path)
     write_safetensors(tmp_path / SINGLE, dict([A]))
     assert list(read_checkpoint(tmp_path).tensors) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("names", "read"),
+    [
+        ([OPEN_CLIP], OPEN_CLIP),
+        (["sigclip_vision_patch14_384.safetensors"], "sigclip_vision_patch14_384.safetensors"),
+        ([OPEN_CLIP, "x.safetensors"], OPEN_CLIP),
+        ([SINGLE, "x.safetensors", OPEN_CLIP, PICKLE, PICKLE_INDEX], SINGLE),
+        (["x.safetensors", "training_args.bin"], "x.safetensors"),
+    ],
+)
+def test_weights_of_other_names(names: list[str], read: str, tmp_path: Path) -> None:
+    """Where none of transformers' names is there, the only safetensors file is the model."""
+    for name in names:
+        write_safetensors(tmp_path / name, {name: ("F32", (2,))})
+    found = read_checkpoint(tmp_path)
+    assert list(found.tensors) == [read]
+    assert found.notes == ()
+
+
+@pytest.mark.parametrize("others", [[], [SINGLE], ["b.safetensors", PICKLE]])
+def test_a_file_that_is_named_is_the_one_read(others: list[str], tmp_path: Path) -> None:
+    for name in ["a.safetensors", *others]:
+        write_safetensors(tmp_path / name, {name: ("F32", (2,))})
+    assert list(read_checkpoint(tmp_path, "a.safetensors").tensors) == ["a.safetensors"]
+    with pytest.raises(CheckpointError, match=r"cannot read .*gone\.safetensors"):
+        read_checkpoint(tmp_path, "gone.safetensors")
+
+
+@pytest.mark.parametrize(("first", "second"), [(SINGLE, PICKLE), (INDEX, PICKLE), (PICKLE, "x")])
+def test_safetensors_come_before_pickles(first: str, second: str, tmp_path: Path) -> None:
+    """The first is what is read, so it is its damage that is told."""
+    for name in (first, second):
+        (tmp_path / name).write_bytes(b"damaged")
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(tmp_path)
+    assert words(caught.value).startswith(first)
 
 
 def test_the_index_says_which_of_two_copies_is_meant(tmp_path: Path) -> None:
@@ -243,10 +282,11 @@ def test_weights_of_another_dtype_are_refused_where_they_are_used(
     ("files", "expected"),
     [
         ([], "download the model's weights into the folder"),
-        (["pytorch_model.bin"], "pytorch_model.bin is a pickle, which is not read; convert it"),
-        (["weights.pt"], "weights.pt is a pickle"),
-        (["x.safetensors", "y.safetensors"], f"found x.safetensors, y.safetensors, but no {INDEX}"),
-        ([ONE, "pytorch_model.bin"], "is a pickle"),
+        (["weights.pt"], "weights.pt is not read under this name or in this format; look for mo"),
+        (["training_args.bin"], "training_args.bin is not read under this name"),
+        (["x.safetensors", "y.safetensors"], "found x.safetensors, y.safetensors: give the one"),
+        ([ONE], f"found {ONE}, but no {INDEX} that lists them"),
+        ([ONE, TWO], f"found {ONE}, {TWO}, but no {INDEX} that lists them"),
     ],
 )
 def test_no_weights(files: list[str], expected: str, tmp_path: Path) -> None:

@@ -26,6 +26,21 @@ from vlmrun.models.source import (
 
 pytestmark = pytest.mark.usefixtures("cache")
 
+OPEN_CLIP_ONLY = {"open_clip_model.safetensors"}
+
+
+def form(folder: Path, files: list[str]) -> Path:
+    """A repository with these weight files and, where there are pickled shards, their index."""
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "siglip"}')
+    for name in files:
+        (folder / name).write_bytes(b"weights")
+    shards = [name for name in files if "-of-" in name]
+    if shards:
+        index = {"weight_map": {name: name for name in shards}}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return folder
+
 
 class TestDownload:
     @pytest.mark.parametrize("repo_id", [REPO, "someone/sharded"])
@@ -91,6 +106,53 @@ class TestDownload:
         header = fetch_headers(resolve_source("someone/long"))["model.safetensors"]
         assert set(header) == set(tensors)
 
+    @pytest.mark.parametrize(
+        ("files", "wanted"),
+        [
+            (["pytorch_model.bin", "tf_model.h5", "training_args.bin"], {"pytorch_model.bin"}),
+            (
+                ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"],
+                {"pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"},
+            ),
+            (["open_clip_model.safetensors", "open_clip_pytorch_model.bin"], OPEN_CLIP_ONLY),
+            (["sigclip.safetensors", "model.gguf"], {"sigclip.safetensors"}),
+            (["model.safetensors", "pytorch_model.bin", "x.safetensors"], {"model.safetensors"}),
+        ],
+    )
+    def test_weights_in_other_forms(
+        self, files: list[str], wanted: set[str], hub: Hub, tmp_path: Path
+    ) -> None:
+        """One form of the weights is downloaded, safetensors where there are any."""
+        hub.repos["someone/form"] = form(tmp_path / "form", files)
+        source = fetch_model(resolve_source("someone/form"), progress=False)
+        assert source.folder is not None
+        weights = (".bin", ".safetensors", ".h5", ".gguf")
+        assert {p.name for p in source.folder.iterdir() if p.name.endswith(weights)} == wanted
+        assert resolve_source("someone/form") == source
+
+    def test_open_clip_s_repositories_have_a_configuration_of_their_own(
+        self, hub: Hub, tmp_path: Path
+    ) -> None:
+        folder = form(tmp_path / "form", ["open_clip_model.safetensors"])
+        (folder / "config.json").rename(folder / "open_clip_config.json")
+        hub.repos["someone/form"] = folder
+        source = fetch_configuration(resolve_source("someone/form"))
+        assert source.folder is not None
+        assert {p.name for p in source.folder.iterdir()} == {"open_clip_config.json"}
+        assert resolve_source("someone/form") == source
+        assert fetch_model(source, progress=False).complete
+
+    @pytest.mark.parametrize("shards", [1, 2])
+    def test_pickles_are_not_looked_into_from_afar(
+        self, shards: int, hub: Hub, tmp_path: Path
+    ) -> None:
+        names = ["pytorch_model.bin"] if shards == 1 else ["a-00001-of-00001.bin"]
+        hub.repos["someone/form"] = form(tmp_path / "form", names)
+        hint = "download it first: hf download someone/form"
+        with says(UnsupportedModel, "someone/form has pickled weights only", hint=hint):
+            fetch_headers(resolve_source("someone/form"))
+        assert not [r for r in hub.requests if r.path.endswith((".bin", ".bin.index.json"))]
+
     def test_progress_on_shows_the_library_s_bars_on_a_terminal(
         self, hub: Hub, cache: Path
     ) -> None:
@@ -146,7 +208,7 @@ class TestTrouble:
         ("absent", "kind", "words"),
         [
             ("config.json", CheckpointError, "no config.json"),
-            ("model.safetensors.index.json", UnsupportedModel, "no safetensors weights"),
+            ("model.safetensors.index.json", UnsupportedModel, "no weights that are read"),
             (
                 "model-00002-of-00002.safetensors",
                 CheckpointError,
@@ -165,6 +227,7 @@ class TestTrouble:
     ) -> None:
         shutil.copytree(sharded, tmp_path / "lacking")
         (tmp_path / "lacking" / absent).unlink()
+        (tmp_path / "lacking" / "pytorch_model.bin").unlink()
         hub.repos["someone/lacking"] = tmp_path / "lacking"
         with says(kind, words, hint=""):
             fetch_model(resolve_source("someone/lacking"), progress=False)

@@ -1,3 +1,4 @@
+import json
 import shutil
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import pytest
 from hub import COMMIT, fill_cache
 from repos import REPO, says
 
-from vlmrun.errors import CheckpointError, SourceError, UnsupportedModel, UsageError
+from vlmrun.errors import CheckpointError, SourceError, UsageError
 from vlmrun.models.source import (
     ALIASES,
     DEMOS,
@@ -33,6 +34,26 @@ class TestLocal:
         assert source.folder.samefile("model")
         assert (source.name, source.complete) == ("model", True)
         assert (source.repo_id, source.revision) == (None, None)
+
+    @pytest.mark.parametrize(
+        "spec", ["tower.safetensors", "{tmp}/here/tower.safetensors", "~/tower.safetensors"]
+    )
+    def test_a_file_is_a_model_without_a_folder_of_its_own(
+        self, spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HOME", str(tmp_path / "here"))
+        Path("tower.safetensors").touch()
+        source = resolve_source(spec.format(tmp=tmp_path))
+        assert source.folder is not None
+        assert source.folder.samefile(".")
+        assert (source.file, source.name) == ("tower.safetensors", "tower.safetensors")
+        assert (source.complete, source.repo_id, source.revision) == (True, None, None)
+
+    def test_open_clip_s_configuration_is_one(self, single_file: Path) -> None:
+        shutil.copytree(single_file, "model")
+        Path("model/config.json").rename("model/open_clip_config.json")
+        source = resolve_source("model")
+        assert (source.folder, source.file) == (Path("model"), None)
 
     def test_the_working_directory_has_a_name(
         self, single_file: Path, monkeypatch: pytest.MonkeyPatch
@@ -84,7 +105,7 @@ class TestLocal:
     def test_a_partly_cached_model_is_not(
         self, missing: str, has_folder: bool, sharded: Path, cache: Path
     ) -> None:
-        fill_cache(cache, REPO, sharded, without={missing})
+        fill_cache(cache, REPO, sharded, without={missing, "pytorch_model.bin"})
         source = resolve_source(REPO)
         assert not source.complete
         assert (source.folder is not None) == has_folder
@@ -92,6 +113,40 @@ class TestLocal:
     def test_a_sharded_model_is_complete(self, sharded: Path, cache: Path) -> None:
         fill_cache(cache, REPO, sharded)
         assert resolve_source(REPO).complete
+
+    @pytest.mark.parametrize(
+        ("held", "complete"),
+        [
+            (["pytorch_model.bin"], True),
+            (["open_clip_model.safetensors"], True),
+            (["sigclip.safetensors"], True),
+            (["a.safetensors", "b.safetensors"], False),
+            (["model.fp16.safetensors"], False),
+            (["model-00001-of-00002.safetensors"], False),
+            (["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], False),
+            (
+                [
+                    "pytorch_model-00001-of-00002.bin",
+                    "pytorch_model-00002-of-00002.bin",
+                    "pytorch_model.bin.index.json",
+                ],
+                True,
+            ),
+            (["pytorch_model.bin", "model.safetensors.index.json"], False),
+        ],
+    )
+    def test_which_weights_are_whole(self, held: list[str], complete: bool, cache: Path) -> None:
+        """A variant or a shard that another program fetched is not the model."""
+        folder = Path("repo")
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        for name in held:
+            suffix = name.removesuffix(".index.json").rpartition(".")[2]
+            shards = [f"{name.split('.')[0]}-0000{i}-of-00002.{suffix}" for i in (1, 2)]
+            index = {"weight_map": {str(i): shard for i, shard in enumerate(shards)}}
+            (folder / name).write_text(json.dumps(index))
+        fill_cache(cache, REPO, folder)
+        assert resolve_source(REPO).complete == complete
 
     def test_a_link_whose_content_is_gone_does_not_count(
         self, single_file: Path, cache: Path
@@ -156,23 +211,35 @@ class TestLocal:
             resolve_source("model", revision="main")
         with says(UsageError, "demo is a folder", hint="--revision"):
             resolve_source("demo", revision="main")
-        with says(UnsupportedModel, "single files are not read yet", hint="give the folder"):
-            resolve_source("model/model.safetensors")
-        with says(SourceError, "is a file", hint="give the folder"):
+        with says(SourceError, "is a file, not a model", hint="give a .safetensors file"):
             resolve_source("model/config.json")
+        with says(UsageError, "is a file, which has no revisions", hint="--revision"):
+            resolve_source("model/model.safetensors", revision="main")
+        shard = Path("model/model-00002-of-00003.safetensors")
+        shard.touch()
+        with says(SourceError, f"{shard} is one of several shards", hint="give the folder"):
+            resolve_source(str(shard))
 
     @pytest.mark.parametrize(
         "spec", ["./siglip", "../x", "/nowhere/x", "~/x", "a/b/c", "a\\b", "x.safetensors", "a/--b"]
     )
     def test_no_such_folder(self, spec: str) -> None:
-        with says(SourceError, "no such folder", spec, hint="owner/name on the hub"):
+        with says(
+            SourceError,
+            "no such f",
+            f"{'file' if spec.startswith('x.') else 'folder'}: {spec}",
+            hint="owner/name on the hub",
+        ):
             resolve_source(spec)
 
     @pytest.mark.parametrize("spec", ["siglipp", "", "gpt2", "x" * 300])
-    def test_unknown_names_list_the_known_ones(self, spec: str) -> None:
-        with says(SourceError, "unknown model", spec, hint="llava-onevision-0.5b") as caught:
+    def test_unknown_names_tell_where_the_known_ones_are(self, spec: str) -> None:
+        with says(SourceError, "unknown model", spec, hint="`vlmrun models` lists") as caught:
             resolve_source(spec)
-        assert all(name in caught.value.hint for name in [*ALIASES, *DEMOS])
+        named = [name for name in ALIASES if name in caught.value.hint]
+        assert {"siglip", "llava-onevision-0.5b", "paligemma-3b"} <= set(named)
+        assert len(named) < 6
+        assert all(name in caught.value.hint for name in DEMOS)
 
     def test_an_unreadable_cache_says_which_file(self, single_file: Path, cache: Path) -> None:
         fill_cache(cache, REPO, single_file)

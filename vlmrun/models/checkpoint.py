@@ -1,22 +1,23 @@
 """What lies in a checkpoint's files, read from their headers alone.
 
 A safetensors file is 8 bytes of header length, a JSON header, then the data
-(https://huggingface.co/docs/safetensors). No weight is read here.
+(https://huggingface.co/docs/safetensors); pickled files are read in `pickles.py`. No weight is
+read here.
 """
 
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vlmrun.errors import CheckpointError, UnsupportedModel
 from vlmrun.models.dtype import SAFETENSORS, Dtype
+from vlmrun.models.pickles import read_pickle
+from vlmrun.models.weight_files import INDEX, PICKLE_INDEX, SHARD, SINGLE, find_weights, is_pickled
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 AGAIN = "download it again; into the hub cache with hf download --force-download"
 LFS_POINTER = b"version https://git-lfs"
 MAX_HEADER_BYTES = 100_000_000
@@ -69,32 +70,60 @@ class Checkpoint:
         return found
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read the headers of a folder's safetensors files, sharded or single.
+def read_checkpoint(folder: Path, file: str | None = None) -> Checkpoint:
+    """Read the headers of a folder's weight files, sharded or single; with `file`, of that one.
 
     Raises:
         CheckpointError: no weights, an absent shard, a truncated file, a Git-LFS pointer, an
-            index that names tensors no shard holds or files outside the folder.
+            index that names tensors no shard holds or files outside the folder, a pickle that
+            holds more than tensors.
+        UnsupportedModel: a pickle in a form that is not read.
     """
-    index = folder / INDEX
-    if index.exists() and not (folder / SINGLE).exists():
-        return read_shards(folder, index)
-    if not (folder / SINGLE).exists():
-        raise CheckpointError(f"{folder} holds no {SINGLE}", what_lies_there(folder))
-    return Checkpoint(read_header(folder / SINGLE))
+    names = [] if file else list_files(folder)
+    name = file or find_weights(names)
+    if name is None:
+        raise CheckpointError(f"{folder} holds no {SINGLE}", what_lies_there(names))
+    is_index = name in (INDEX, PICKLE_INDEX)
+    found = read_shards(folder, folder / name) if is_index else Checkpoint(read_file(folder / name))
+    if not is_pickled(name):
+        return found
+    note = f"weights from {name}, a pickle: tensors only, no code is run; safetensors is safer"
+    return Checkpoint(found.tensors, (note, *found.notes))
 
 
-def what_lies_there(folder: Path) -> str:
+def list_files(folder: Path) -> list[str]:
+    """What lies in a folder, by name; links to nowhere are left out."""
+    try:
+        return sorted(name for name in os.listdir(folder) if (folder / name).exists())
+    except OSError as error:
+        raise unreadable(folder, error) from error
+
+
+def what_lies_there(names: Collection[str]) -> str:
     """A hint from the weight files that are there instead."""
-    pickles = sorted(p.name for p in folder.glob("*.bin")) + sorted(
-        p.name for p in folder.glob("*.pt*")
-    )
-    if pickles:
-        return f"{pickles[0]} is a pickle, which is not read; convert it to safetensors first"
-    others = sorted(p.name for p in folder.glob("*.safetensors"))
-    if others:
-        return f"found {', '.join(others[:3])}, but no {INDEX} that lists them"
+    weights = [name for name in names if name.endswith(".safetensors")]
+    if weights:
+        found = f"found {', '.join(weights[:3])}"
+        if any(SHARD.fullmatch(name) for name in weights):
+            return f"{found}, but no {INDEX} that lists them"
+        return f"{found}: give the one that is meant by its path"
+    for name in names:
+        if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".gguf", ".npz", ".h5", ".msgpack")):
+            return f"{name} is not read under this name or in this format; look for {SINGLE}"
     return "download the model's weights into the folder"
+
+
+def read_file(path: Path) -> dict[str, TensorInfo]:
+    """Read what one weight file, safetensors or pickled, says of its tensors."""
+    if not is_pickled(path.name):
+        return read_header(path)
+    try:
+        with open(path, "rb") as file:
+            refuse_pointer(path, file.read(len(LFS_POINTER)))
+        found = read_pickle(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return {name: TensorInfo(t.dtype, t.shape, path, t.offset) for name, t in found.items()}
 
 
 def read_shards(folder: Path, index: Path) -> Checkpoint:
@@ -117,7 +146,7 @@ def read_shards(folder: Path, index: Path) -> Checkpoint:
         )
     tensors: dict[str, TensorInfo] = {}
     for shard in shards:
-        for name, info in read_header(folder / shard).items():
+        for name, info in read_file(folder / shard).items():
             if name not in tensors or weight_map.get(name) == shard:
                 tensors[name] = info
     unheld = sorted(name for name in weight_map if name not in tensors)
@@ -157,11 +186,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         size = os.stat(path).st_size
         with open(path, "rb") as file:
             start = file.read(8)
-            if LFS_POINTER.startswith(start) and start:
-                raise CheckpointError(
-                    f"{path.name} is a Git-LFS pointer, not the weights",
-                    "run git lfs pull in the model's folder",
-                )
+            refuse_pointer(path, start)
             length = int.from_bytes(start, "little")
             if len(start) == 8 and 8 + length > size and length <= MAX_HEADER_BYTES:
                 raise truncated(path, size, 8 + length)
@@ -177,6 +202,14 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     if needed > size:
         raise truncated(path, size, needed)
     return tensors
+
+
+def refuse_pointer(path: Path, start: bytes) -> None:
+    if start and LFS_POINTER.startswith(start):
+        raise CheckpointError(
+            f"{path.name} is a Git-LFS pointer, not the weights",
+            "run git lfs pull in the model's folder",
+        )
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:

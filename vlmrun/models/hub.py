@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from vlmrun.errors import CheckpointError, SourceError, UnsupportedModel, VlmrunError
-from vlmrun.models.checkpoint import INDEX, SINGLE, read_json
+from vlmrun.models.checkpoint import read_json
 from vlmrun.models.hub_cache import cache_folder
+from vlmrun.models.weight_files import CONFIGURATIONS, INDEX, PICKLE_INDEX, find_weights, is_pickled
 
 CONNECT_SECONDS = 3.0  # for each address of the hub, which has several
 ANSWER_SECONDS = 10.0
 TIMEOUT = (CONNECT_SECONDS, ANSWER_SECONDS, ANSWER_SECONDS, CONNECT_SECONDS)  # as httpx has it
 CONFIGURATION = (
-    "config.json",
+    *CONFIGURATIONS,
     "preprocessor_config.json",
     "processor_config.json",
     "generation_config.json",
@@ -56,7 +57,7 @@ def download_model(repo_id: str, revision: str | None, *, progress: bool) -> Pat
     """
     _, names = _list_files(repo_id, revision)
     folder = _download(repo_id, revision, ALL_BUT_WEIGHTS, progress=False)
-    weights = _weight_files(repo_id, names, folder)
+    weights = _weight_files(repo_id, _weights_of(repo_id, names), names, folder)
     return _download(repo_id, folder.name, [escape(name) for name in weights], progress=progress)
 
 
@@ -64,10 +65,19 @@ def read_headers(repo_id: str, revision: str | None) -> dict[str, dict[str, obje
     """Read safetensors headers by range requests: file -> tensor -> dtype, shape, offsets.
 
     The library asks for the first 100 kB of each file, and for the rest of a longer header.
+    What a pickled file holds is said in many places of it, so it must be downloaded.
     """
     commit, names = _list_files(repo_id, revision)
-    folder = _download(repo_id, commit, [INDEX], progress=False) if SINGLE not in names else None
-    files = _weight_files(repo_id, names, folder)
+    weights = _weights_of(repo_id, names)
+    if is_pickled(weights):
+        raise UnsupportedModel(
+            f"{repo_id} has pickled weights only, which cannot be looked into on the hub",
+            f"download it first: hf download {repo_id}",
+        )
+    folder = (
+        _download(repo_id, commit, [escape(weights)], progress=False) if weights == INDEX else None
+    )
+    files = _weight_files(repo_id, weights, names, folder)
     api = _library().HfApi(endpoint=endpoint())
 
     def read(name: str) -> dict[str, object]:
@@ -102,7 +112,7 @@ def _list_files(repo_id: str, revision: str | None) -> tuple[str, frozenset[str]
     with _translating(repo_id, revision, reached=False):
         info = api.model_info(repo_id, revision=revision, timeout=TIMEOUT)
     names = frozenset(sibling.rfilename for sibling in info.siblings or ())
-    if "config.json" not in names:
+    if names.isdisjoint(CONFIGURATIONS):
         raise CheckpointError(
             f"{repo_id} on the hub holds no config.json",
             "give a model in transformers' format, with config.json and safetensors weights",
@@ -110,24 +120,34 @@ def _list_files(repo_id: str, revision: str | None) -> tuple[str, frozenset[str]
     return str(info.sha), names
 
 
-def _weight_files(repo_id: str, names: frozenset[str], folder: Path | None) -> list[str]:
-    """The weight files of a listed repository whose index, if any, has been downloaded."""
-    if SINGLE in names:
-        return [SINGLE]
-    if INDEX not in names:
+def _weights_of(repo_id: str, names: frozenset[str]) -> str:
+    """The file of a listed repository that holds its weights, or their index."""
+    found = find_weights(names)
+    if found is None:
         raise UnsupportedModel(
-            f"{repo_id} on the hub holds no safetensors weights",
-            "pickled, GGUF and other weights are not read; look for a safetensors version",
+            f"{repo_id} on the hub holds no weights that are read",
+            "GGUF, TensorFlow's, Flax's and others are not; look for a safetensors version",
         )
+    return found
+
+
+def _weight_files(
+    repo_id: str, weights: str, names: frozenset[str], folder: Path | None
+) -> list[str]:
+    """The weight files of a listed repository; `folder` holds the index, if `weights` is one."""
+    if weights not in (INDEX, PICKLE_INDEX):
+        return [weights]
     assert folder is not None
-    weight_map = read_json(folder / INDEX).get("weight_map")
+    weight_map = read_json(folder / weights).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{INDEX} of {repo_id} has no weight_map", "give another --revision")
+        raise CheckpointError(
+            f"{weights} of {repo_id} has no weight_map", "give another --revision"
+        )
     files = sorted({str(name) for name in weight_map.values()})
     absent = [name for name in files if name not in names]
     if absent:
         raise CheckpointError(
-            f"{INDEX} of {repo_id} names {absent[0]}, which the repository does not hold",
+            f"{weights} of {repo_id} names {absent[0]}, which the repository does not hold",
             "the upload is incomplete; give another --revision",
         )
     return files

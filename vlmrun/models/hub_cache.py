@@ -10,7 +10,8 @@ import os
 from pathlib import Path
 
 from vlmrun.errors import CheckpointError, SourceError
-from vlmrun.models.checkpoint import INDEX, SINGLE, read_json
+from vlmrun.models.checkpoint import read_json
+from vlmrun.models.weight_files import CONFIGURATIONS, INDEX, PICKLE_INDEX, SINGLE, find_weights
 
 
 def cache_folder() -> Path:
@@ -50,17 +51,25 @@ def repo_of_snapshot(folder: Path) -> str | None:
     return above.parent.name.removeprefix("models--").replace("--", "/")
 
 
+def has_configuration(folder: Path) -> bool:
+    return any(os.path.isfile(folder / name) for name in CONFIGURATIONS)
+
+
 def is_complete(snapshot: Path) -> bool:
-    """Whether config.json and every weight file are there."""
-    needed = {"config.json", *_weight_files(snapshot)}
-    return all(os.path.isfile(snapshot / name) for name in needed)
+    """Whether a configuration and every weight file are there."""
+    names = _weight_files(snapshot)
+    return has_configuration(snapshot) and all(os.path.isfile(snapshot / name) for name in names)
 
 
 def _weight_files(snapshot: Path) -> set[str]:
-    if os.path.isfile(snapshot / SINGLE) or not os.path.isfile(snapshot / INDEX):
-        return {SINGLE}
+    """Files that must be there. Some other model.*.safetensors does not do: it may be a variant
+    or a shard that another program fetched, of a model whose own file is only on the hub."""
+    found = find_weights(os.listdir(snapshot))  # links to nowhere count as names
+    if found not in (INDEX, PICKLE_INDEX):
+        other = found is not None and found.startswith("model")
+        return {SINGLE} if found is None or other else {found}
     try:
-        weight_map = read_json(snapshot / INDEX).get("weight_map")
+        weight_map = read_json(snapshot / found).get("weight_map")
     except CheckpointError:
         return set()  # damaged: whoever reads the checkpoint says so
     return {str(name) for name in weight_map.values()} if isinstance(weight_map, dict) else set()

@@ -1,9 +1,9 @@
-"""Where a model comes from: an alias, a hub id, a folder or a packaged demo.
+"""Where a model comes from: an alias, a hub id, a folder, a single file or a packaged demo.
 
 What a spec means, first match wins:
 1. an alias or a packaged demo, even where a folder of that name lies in the working directory,
    so that a name means the same model wherever a script runs; `./name` means the folder;
-2. a folder that exists;
+2. a folder that exists, or a `.safetensors` file that does;
 3. `owner/name`: a model on the hub, looked up in the user's own hub cache first.
 
 A model that is whole in the cache is used as it is: the hub is asked only for what is not there.
@@ -15,22 +15,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vlmrun.errors import CheckpointError, SourceError, UnsupportedModel, UsageError
+from vlmrun.errors import CheckpointError, SourceError, UsageError
 from vlmrun.models import hub
+from vlmrun.models.aliases import ALIASES
 from vlmrun.models.hub_cache import (
     find_snapshot,
+    has_configuration,
     is_complete,
     newest_snapshot,
     repo_of_snapshot,
 )
+from vlmrun.models.weight_files import SHARD
 
-ALIASES: Mapping[str, str] = {
-    "siglip": "google/siglip-so400m-patch14-384",
-    "llava-onevision-0.5b": "llava-hf/llava-onevision-qwen2-0.5b-ov-hf",
-    "llava-onevision-7b": "llava-hf/llava-onevision-qwen2-7b-ov-hf",
-}
 DEMOS: Mapping[str, str] = {"demo": "demo-llava", "demo-siglip": "demo-siglip"}
 DATA = Path(__file__).parent.parent / "data"
+FAMILIAR = "siglip, llava-onevision-0.5b or paligemma-3b"
 # The hub's own rule for names (huggingface_hub, validate_repo_id), with an owner.
 HUB_ID = re.compile(r"(?!.*(?:--|\.\.))\b[\w\-.]+\b/\b[\w\-.]{1,96}\b")
 
@@ -40,22 +39,23 @@ class Source:
     """Where a model's files are. Nothing of them has been read."""
 
     spec: str  # as the user wrote it
-    name: str  # alias, hub id or folder name, as rows print it
+    name: str  # alias, hub id, folder or file name, as rows print it
     repo_id: str | None
     revision: str | None  # the commit where it is known, else what was asked for
-    folder: Path | None  # holds at least config.json; None: nothing is local
+    folder: Path | None  # holds a configuration, except where `file` is set; None: nothing local
     complete: bool  # nothing is left to download; always so for a folder
     offline: bool = False  # the network must not be asked
+    file: str | None = None  # the one weight file in `folder` that is meant, where one was named
 
 
 def resolve_source(spec: str, *, revision: str | None = None, offline: bool = False) -> Source:
     """Find a model's files on this machine; the network is not asked.
 
     Raises:
-        SourceError: the spec names nothing: no alias, no folder, no possible hub id.
-        CheckpointError: the folder holds no config.json.
-        UnsupportedModel: the spec is a single file.
-        UsageError: a revision is asked of a folder.
+        SourceError: the spec names nothing: no alias, no folder, no weight file, no possible
+            hub id.
+        CheckpointError: the folder holds no configuration.
+        UsageError: a revision is asked of a folder or a file.
     """
     if spec in DEMOS:
         return _folder_source(spec, DATA / DEMOS[spec], revision)
@@ -65,7 +65,7 @@ def resolve_source(spec: str, *, revision: str | None = None, offline: bool = Fa
     if spec and os.path.isdir(path):
         return _folder_source(spec, path, revision)
     if os.path.isfile(path):
-        raise _refuse_file(spec)
+        return _file_source(spec, path, revision)
     if HUB_ID.fullmatch(spec) and path.suffix != ".safetensors":
         return _hub_source(spec, spec, revision, offline)
     raise _unknown(spec)
@@ -92,7 +92,7 @@ def fetch_headers(source: Source) -> dict[str, dict[str, object]]:
     Raises:
         SourceError: offline, or the hub cannot be reached or refuses.
         CheckpointError: a header is damaged, or the index names a file that is not there.
-        UnsupportedModel: the repository holds no safetensors weights.
+        UnsupportedModel: the repository holds no weights, or pickled ones only.
     """
     return hub.read_headers(_repo_to_ask(source), source.revision)
 
@@ -106,7 +106,7 @@ def fetch_model(source: Source, *, progress: bool) -> Source:
     Raises:
         SourceError: offline, the hub cannot be reached or refuses, the disk is full.
         CheckpointError: no config.json, or the index names a file that is not there.
-        UnsupportedModel: the repository holds no safetensors weights.
+        UnsupportedModel: the repository holds no weights that are read.
     """
     folder = hub.download_model(_repo_to_ask(source), source.revision, progress=progress)
     return replace(source, folder=folder, revision=folder.name, complete=True)
@@ -115,7 +115,7 @@ def fetch_model(source: Source, *, progress: bool) -> Source:
 def _hub_source(spec: str, repo_id: str, revision: str | None, offline: bool) -> Source:
     offline = offline or hub.network_is_off()
     snapshot = find_snapshot(repo_id, revision)
-    if snapshot is None or not os.path.isfile(snapshot / "config.json"):
+    if snapshot is None or not has_configuration(snapshot):
         return Source(spec, spec, repo_id, revision, None, False, offline)
     return Source(spec, spec, repo_id, snapshot.name, snapshot, is_complete(snapshot), offline)
 
@@ -126,7 +126,7 @@ def _folder_source(spec: str, folder: Path, revision: str | None) -> Source:
             f"{spec} is a folder, which has no revisions",
             "leave out --revision, or give the model's id on the hub",
         )
-    if not os.path.isfile(folder / "config.json"):
+    if not has_configuration(folder):
         raise CheckpointError(f"{folder} holds no config.json", _what_folder_is_meant(folder))
     if spec in DEMOS:
         return Source(spec, spec, None, None, folder, True)
@@ -151,23 +151,30 @@ def _repo_to_ask(source: Source) -> str:
     return source.repo_id
 
 
-def _refuse_file(spec: str) -> SourceError | UnsupportedModel:
-    if spec.endswith(".safetensors"):
-        return UnsupportedModel(
-            f"{spec} is a single file, and single files are not read yet",
-            "give the folder that holds it beside its config.json",
+def _file_source(spec: str, path: Path, revision: str | None) -> Source:
+    if path.suffix != ".safetensors":
+        raise SourceError(
+            f"{spec} is a file, not a model",
+            "give a .safetensors file, or the folder that holds config.json",
         )
-    return SourceError(f"{spec} is a file, not a model", "give the folder that holds config.json")
+    if revision is not None:
+        raise UsageError(f"{spec} is a file, which has no revisions", "leave out --revision")
+    if SHARD.fullmatch(path.name):
+        raise SourceError(
+            f"{spec} is one of several shards", "give the folder that holds them and their index"
+        )
+    return Source(spec, path.name, None, None, path.parent, True, file=path.name)
 
 
 def _unknown(spec: str) -> SourceError:
     if "/" in spec or "\\" in spec or spec.startswith(("~", ".")) or spec.endswith(".safetensors"):
+        what = "file" if spec.endswith(".safetensors") else "folder"
         return SourceError(
-            f"no such folder: {spec}",
+            f"no such {what}: {spec}",
             "a model is a folder that exists, an alias, or owner/name on the hub",
         )
     return SourceError(
         f"unknown model {spec!r}",
-        f"aliases: {', '.join(ALIASES)}; packaged: {', '.join(DEMOS)}; "
+        f"`vlmrun models` lists the aliases, as {FAMILIAR}; packaged: {', '.join(DEMOS)}; "
         "else a folder, or owner/name on the hub",
     )
