@@ -12,6 +12,7 @@ import pytest
 if TYPE_CHECKING:
     from commands import Command
 
+OPT_IN = "VLMRUN_REAL"  # asks for tests/test_real_language.py
 FOREIGN = ("VLMRUN_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "NO_COLOR", "FORCE_COLOR", "COLUMNS")
 
 
@@ -20,7 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Before anything is collected: huggingface_hub and torch read their settings when imported.
     """
-    for name in [name for name in os.environ if name.startswith(FOREIGN)]:
+    for name in [name for name in os.environ if name.startswith(FOREIGN) and name != OPT_IN]:
         del os.environ[name]
     home = tempfile.TemporaryDirectory(prefix="vlmrun-tests-")
     config.add_cleanup(home.cleanup)

@@ -20,7 +20,7 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
     LlavaOnevisionImageProcessorPil,
 )
 
-from vlmrun.job import Generation, Job, Placing
+from vlmrun.job import Backend, Generation, Job, Placing
 from vlmrun.load import load
 from vlmrun.memory.cached_model import CachedModelWithPartialLoad
 from vlmrun.memory.plan import Plan
@@ -81,6 +81,7 @@ def plan_tiny(
     images: bool = True,
     batch: int | None = None,
     new_tokens: int = 8,
+    attention: Backend = "auto",
 ) -> Plan:
     placing = Placing(
         model="tiny",
@@ -90,6 +91,7 @@ def plan_tiny(
         ram="64GiB",
         resident=resident,
         batch_size=batch,
+        attention=attention,
     )
     job = Job(
         task=model.family.task,
@@ -179,13 +181,20 @@ def rows_of(ready: Ready, prompts: Sequence[Prompted]) -> list[DecodeRow]:
 
 
 @torch.inference_mode()
-def trace(ready: Ready, rows: Sequence[DecodeRow], *, steps: int = 4) -> Tensor:
+def trace(
+    ready: Ready,
+    rows: Sequence[DecodeRow],
+    *,
+    steps: int = 4,
+    pad: int = SPECIAL["<|endoftext|>"],
+    image: int = SPECIAL["<image>"],
+) -> Tensor:
     """Logits of a greedy run, [steps, B, V]: prefill, then one token at a time."""
     decoder = ready.model.architecture.decoder
     assert decoder is not None
-    ids, mask = left_padded(rows, SPECIAL["<|endoftext|>"])
+    ids, mask = left_padded(rows, pad)
     with ready.entry.use("decode") as module:
-        embeds = embed_prompts(module, rows, ids, SPECIAL["<image>"])
+        embeds = embed_prompts(module, rows, ids, image)
         run = Steps(ready.entry, module, decoder, embeds, mask, steps)
         logits = [run.prefill(embeds)]
         for _ in range(steps - 1):

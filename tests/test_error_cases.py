@@ -183,15 +183,15 @@ HEADER_CASES = {
         replaced(WEIGHTS, POINTER), "is a Git-LFS pointer, not the weights", "git lfs pull"
     ),
     "the weights are a folder": Case(folder_instead(WEIGHTS), "cannot read ", "should be a file"),
-    "the weights are pickled": Case(
+    "the weights are no pickle": Case(
         renamed(WEIGHTS, "pytorch_model.bin"),
-        "holds no model.safetensors",
-        "pytorch_model.bin is a pickle, which is not read; convert it",
+        "pytorch_model.bin (",
+        "download it again, or a safetensors version",
     ),
     "the weights have another name": Case(
-        renamed(WEIGHTS, "weights.safetensors"),
+        renamed(WEIGHTS, "weights.pt"),
         "holds no model.safetensors",
-        "found weights.safetensors",
+        "weights.pt is not read under this name or in this format",
     ),
     "no weights": Case(without(WEIGHTS), "holds no model.safetensors", "download the model's"),
     "no configuration": Case(without("config.json"), "holds no config.json", "give the folder"),
@@ -210,9 +210,9 @@ HEADER_CASES = {
         setting("config.json", model_type=None), "config.json names no model_type"
     ),
     "another family": Case(
-        setting("config.json", model_type="siglip2"),
-        "models of type 'siglip2' are not supported",
-        "supported: SigLIP (siglip), SigLIP vision tower (siglip_vision_model), LLaVA-OneVision (",
+        setting("config.json", model_type="siglip3"),
+        "models of type 'siglip3' are not supported",
+        "supported: siglip, siglip_vision_model, siglip2, ",
     ),
     "a tower that is not run": Case(
         setting("config.json", vision_config={"model_type": "clip_vision_model"}),
@@ -266,13 +266,12 @@ def test_errors_of_files_and_flags_are_found_before_torch(
             [command, "-m", folder, "good.png", "--ram", "1MiB"],
             [command, "-m", folder, "good.png", "--revision", "v2"],
             [command, "-m", folder, "good.png", "--vram", "1GiB"],
-            [command, "-m", f"{folder}/{WEIGHTS}", "good.png"],
+            [command, "-m", f"{folder}/config.json", "good.png"],
             [command, "-m", "someone/absent", "good.png", "--offline"],
         ]
     for command, name in (
         ("caption", "preprocessor_config.json"),
         ("caption", "tokenizer.json"),
-        ("caption", "chat_template.jinja"),
         ("embed", "preprocessor_config.json"),
         ("embed", "spiece.model"),
     ):
@@ -314,7 +313,7 @@ def test_a_file_that_may_not_be_read(
 @pytest.mark.parametrize(
     ("spec", "flags", "says", "hint", "code"),
     [
-        ("{folder}/model.safetensors", [], "is a single file", "the folder that holds it", 1),
+        ("{entry}/a-00001-of-00002.safetensors", [], "is one of several shards", "the folder", 1),
         ("good.png", [], "good.png is a file, not a model", "the folder that holds", 1),
         ("./nowhere", [], "no such folder: ./nowhere", "owner/name on the hub", 1),
         ("tiny", [], "unknown model 'tiny'", "packaged: demo, demo-siglip", 1),
@@ -337,6 +336,7 @@ def test_what_is_no_model(
 ) -> None:
     entry = tmp_path / "models--someone--tiny"
     shutil.copytree(sound["embed"], entry / "snapshots" / ("0" * 40))
+    (entry / "a-00001-of-00002.safetensors").touch()
     meant = spec.format(folder=sound[command], entry=entry)
     told = vlmrun(command, "-m", meant, *named(command), *flags)
     assert_refused(told, says, hint=hint, code=code)
@@ -375,9 +375,6 @@ READY_CASES = {
             without("preprocessor_config.json"), "preprocessor_config.json is missing", "copy it"
         ),
         "no tokenizer": Case(without("tokenizer.json"), "tokenizer.json is missing", "copy it"),
-        "no template": Case(
-            without("chat_template.jinja"), "chat_template.jinja is missing", "copy it"
-        ),
         "a damaged tokenizer": Case(
             replaced("tokenizer.json", b"{}"), "the tokenizer cannot be read", "copy it"
         ),

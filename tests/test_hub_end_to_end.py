@@ -307,7 +307,7 @@ def test_an_unsupported_model_is_refused_before_a_weight_is_asked_for(
     (tmp_path / "other" / "config.json").write_text('{"model_type": "idefics3"}')
     hub.repos["someone/other"] = tmp_path / "other"
     told = vlmrun(*argv, "-m", "someone/other")
-    words = "SigLIP (siglip), SigLIP vision tower (siglip_vision_model), LLaVA-OneVision (llava_on"
+    words = "siglip, siglip_vision_model, siglip2, siglip2_vision_model, llava, llava_next, "
     assert_refused(told, "'idefics3'", "not supported", hint=words)
     assert_refused(told, hint="; vlmrun caption --allow-untested tries others")
     assert hub.downloads(WEIGHTS) == []

@@ -94,7 +94,7 @@ def test_buffers_are_stocks(fixture: str, compute: str, request: pytest.FixtureR
 
 
 def test_a_buffer_of_unknown_value_is_refused(tiny_onevision: Path) -> None:
-    skeleton = build_skeleton(model_at(tiny_onevision))
+    skeleton = build_skeleton(model_at(tiny_onevision), {})
     with torch.device("meta"):
         swap_layers(skeleton, torch.float32)
     skeleton.model.language_model.register_buffer("scale", torch.empty(1, device="meta"))

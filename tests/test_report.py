@@ -14,10 +14,10 @@ from vlmrun.memory.workload import plan_job
 from vlmrun.models.model import describe_model
 from vlmrun.report import (
     comparison,
+    decisions,
     format_seconds,
     layer_table,
     memory_table,
-    name_ranges,
     peaks,
     plan_fields,
     verdict,
@@ -130,19 +130,6 @@ def test_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
 
 
-@pytest.mark.parametrize(
-    ("names", "text"),
-    [
-        ([], ""),
-        (["projector"], "projector"),
-        (["decoder.layers.3", "decoder.layers.4", "decoder.layers.5"], "decoder.layers.3-5"),
-        (["a.layers.9", "a.layers.10", "a.layers.2", "head.0"], "a.layers.2,9-10, head.0"),
-    ],
-)
-def test_runs_of_layers_are_drawn_together(names: list[str], text: str) -> None:
-    assert name_ranges(names) == text
-
-
 def test_a_comparison_has_both_sides() -> None:
     line = shown(comparison([("RAM peak", "1.00 GiB", "900 MiB")]))[-1]
     assert [cell.strip() for cell in line.split("  ") if cell] == [
@@ -150,3 +137,15 @@ def test_a_comparison_has_both_sides() -> None:
         "1.00 GiB",
         "900 MiB",
     ]
+
+
+def test_attention_has_a_line_and_a_field_for_every_tower() -> None:
+    plan = planned("llava-onevision-0.5b", "64GiB")
+    lines = [line for line in decisions(plan) if line[0].endswith("attention")]
+    assert lines == [
+        ("vision attention", "sdpa (PyTorch's fused kernels)"),
+        ("decoder attention", "sdpa (PyTorch's fused kernels)"),
+    ]
+    fields = plan_fields(plan, Floor(1.0, 1.0, 1.0), "")
+    sdpa = {"backend": "sdpa", "reason": "PyTorch's fused kernels"}
+    assert fields["attention"] == {"vision": sdpa, "decoder": sdpa}

@@ -9,7 +9,8 @@ import torch
 import transformers
 from entries import noise
 from safetensors import safe_open
-from tiny import SPECIAL, build_llava, build_onevision, build_siglip, build_siglip_vision
+from tiny import SPECIAL, build_onevision, build_siglip, build_siglip_vision, build_vipllava
+from tiny_llava import build_llava, build_llava_next
 
 # transformers' own image processor by name: the automatic choice depends on what is installed.
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
@@ -29,7 +30,12 @@ BUILDS = {
     "onevision untied": (build_onevision, {"tied": False}),
     "onevision untied, module paths": (build_onevision, {"tied": False, "spelling": "module"}),
     "onevision, inner layer": (build_onevision, {"feature_layer": -2}),
+    "vipllava": (build_vipllava, {}),
     "llava": (build_llava, {}),
+    "llava, module paths, in shards": (build_llava, {"spelling": "module", "shards": 2}),
+    "llava of siglip": (build_llava, {"tower": "siglip"}),
+    "llava-next": (build_llava_next, {}),
+    "llava-next, module paths": (build_llava_next, {"spelling": "module"}),
 }
 
 

@@ -79,8 +79,8 @@ def build_siglip(
         "vision_config": VISION,
         "torch_dtype": dtype,
     }
-    _write_model(folder, config, dtype=dtype, shards=shards, renames={})
-    _write_image_processor(folder, "Siglip", IMAGE_SIZE)
+    write_model(folder, config, dtype=dtype, shards=shards, renames={})
+    write_image_processor(folder, "Siglip", IMAGE_SIZE)
     if version == 1:
         write_sentencepiece_tokenizer(folder)
     else:
@@ -94,8 +94,8 @@ def build_siglip_vision(
     """A `SiglipVisionModel`: the vision tower alone, with its pooling head and no tokenizer."""
     config = {**VISION, "architectures": ["SiglipVisionModel"], "torch_dtype": dtype}
     renames = {"": "vision_model."} if spelling == "hub" else {}
-    _write_model(folder, config, dtype=dtype, shards=shards, renames=renames)
-    _write_image_processor(folder, "Siglip", IMAGE_SIZE)
+    write_model(folder, config, dtype=dtype, shards=shards, renames=renames)
+    write_image_processor(folder, "Siglip", IMAGE_SIZE)
     return folder
 
 
@@ -133,11 +133,11 @@ def build_onevision(
         "vision_feature_select_strategy": "full",
     }
     renames = HUB_ONEVISION if spelling == "hub" else {}
-    _write_model(folder, config, dtype=dtype, shards=shards, renames=renames)
+    write_model(folder, config, dtype=dtype, shards=shards, renames=renames)
     write_json(
         folder / "generation_config.json", {**ends, "pad_token_id": SPECIAL["<|endoftext|>"]}
     )
-    _write_image_processor(folder, "LlavaOnevision", image_size, image_grid_pinpoints=grid)
+    write_image_processor(folder, "LlavaOnevision", image_size, image_grid_pinpoints=grid)
     processor = {
         "processor_class": "LlavaOnevisionProcessor",
         "image_token": "<image>",
@@ -152,26 +152,25 @@ def build_onevision(
     return folder
 
 
-def build_llava(folder: Path, *, dtype: str = "float32") -> Path:
-    """A `LlavaForConditionalGeneration` over a CLIP tower and a Llama decoder: a model that no
+def build_vipllava(folder: Path, *, dtype: str = "float32") -> Path:
+    """A `VipLlavaForConditionalGeneration` over a CLIP tower and a Llama decoder: a model that no
     family of vlmrun's runs. Its template and its tokenizer both write a start token."""
     start, end = SPECIAL["<|im_start|>"], SPECIAL["<|im_end|>"]
     ends = {"bos_token_id": start, "eos_token_id": end, "pad_token_id": SPECIAL["<|endoftext|>"]}
     config = {
-        "architectures": ["LlavaForConditionalGeneration"],
-        "model_type": "llava",
+        "architectures": ["VipLlavaForConditionalGeneration"],
+        "model_type": "vipllava",
         "image_token_index": SPECIAL["<image>"],
         "image_seq_length": (IMAGE_SIZE // PATCH_SIZE) ** 2,
         "text_config": {**DECODER, **ends, "model_type": "llama"},
         "torch_dtype": dtype,
         "vision_config": {**VISION, "model_type": "clip_vision_model"},
-        "vision_feature_layer": -2,
-        "vision_feature_select_strategy": "default",
+        "vision_feature_layers": [-2, 1],
     }
-    _write_model(folder, config, dtype=dtype, shards=1, renames={})
+    write_model(folder, config, dtype=dtype, shards=1, renames={})
     write_json(folder / "generation_config.json", ends)
     square = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
-    _write_image_processor(folder, "CLIP", IMAGE_SIZE, do_center_crop=True, crop_size=square)
+    write_image_processor(folder, "CLIP", IMAGE_SIZE, do_center_crop=True, crop_size=square)
     processor = {
         "processor_class": "LlavaProcessor",
         "image_token": "<image>",
@@ -201,7 +200,7 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], *, shards: int = 
     write_json(folder / "model.safetensors.index.json", index)
 
 
-def _write_model(
+def write_model(
     folder: Path, config: Mapping[str, Any], *, dtype: str, shards: int, renames: Mapping[str, str]
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
@@ -218,7 +217,7 @@ def _write_model(
     write_weights(folder, tensors, shards=shards)
 
 
-def _write_image_processor(folder: Path, family: str, image_size: int, **more: Any) -> None:
+def write_image_processor(folder: Path, family: str, image_size: int, **more: Any) -> None:
     settings = {
         "image_processor_type": f"{family}ImageProcessor",
         "processor_class": f"{family}Processor",

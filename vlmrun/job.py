@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+Backend = Literal["auto", "eager", "sdpa", "sdpa-efficient", "flash_attention_2", "flex_attention"]
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -38,6 +40,8 @@ class Placing:
     vram: str | None = None
     resident: str | None = None
     batch_size: int | None = None
+    attention: Backend = "auto"
+    tp: bool = False
     allow_untested: bool = False
 
 
@@ -48,6 +52,9 @@ class Job:
     images: paths in output order; `-` stands for the bytes in `stdin_image`.
     prompts: empty = the family's own.
     normalize: None = unit length for pooled vectors, as they are otherwise.
+    max_patches: of a NaFlex picture; None = what its image processor says.
+    scores: how well each text fits each picture, in the pictures' rows.
+    dynamic_size: show a SigLIP tower pictures at their own size, not squashed to its square.
     """
 
     task: Literal["caption", "embed"]
@@ -66,3 +73,6 @@ class Job:
     suffix: str = ""
     output_kind: str = "pooled"
     normalize: bool | None = None
+    max_patches: int | None = None
+    dynamic_size: bool = False
+    scores: bool = False

@@ -1,19 +1,25 @@
 """From a plan to a model that can be used: skeleton, swapped layers, reader, cache entry."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import torch
 from torch import nn
 
-from vlmrun.errors import CheckpointError, UnsupportedModel
+from vlmrun.errors import CheckpointError, UnsupportedModel, UsageError
+from vlmrun.memory.attention import FLASH, TOWERS, Attention, head_dim, hint_of
 from vlmrun.memory.cached_model import CachedModelWithPartialLoad
-from vlmrun.memory.plan import Plan
+from vlmrun.memory.plan import Plan, Storage
 from vlmrun.models.checkpoint import TensorInfo
-from vlmrun.models.family import contradiction
+from vlmrun.models.family import Phase, contradiction
 from vlmrun.models.layer import Weight
 from vlmrun.models.model import Model
 from vlmrun.models.quiet import quiet_transformers
 from vlmrun.models.reading import WeightReader, torch_dtype
+from vlmrun.nn.backends import is_fused, register_backends, try_backend
 from vlmrun.nn.embedding import CastEmbedding, TokenTable
 from vlmrun.nn.linear import CastLinear, RowBlocks
+from vlmrun.nn.parallel import RowParallelLinear
 from vlmrun.nn.swap import swap_layers
 
 COMPARE_ROWS = 1024
@@ -22,26 +28,70 @@ COMPARE_ROWS = 1024
 def load(model: Model, plan: Plan) -> CachedModelWithPartialLoad:
     """Build the module on meta and make it ready to bind layers; weights are read on use.
 
+    The entry's plan is this one with the attention that was found to work.
+
     Raises:
         CheckpointError: tensors that the configuration ties differ in the file, or it holds a
             value that no such module can have.
         UnsupportedModel: a layer of the module has no class that casts on the fly.
+        UsageError: the attention that was asked for does not work here.
     """
+    plan = settle_attention(model, plan)
     with WeightReader() as reader:
         check_ties(model, reader)
     reader = WeightReader()
     compute_dtype = torch_dtype(plan.storage.compute_dtype)
-    module = build_skeleton(model)
+    module = build_skeleton(model, plan.storage.attention)
+    text = model.architecture.text
+    if text is not None and text.projection is None:
+        module.set_submodule("text_model.head", nn.Identity())
     with torch.device("meta"):
         swap_layers(module, compute_dtype)
         cut_heads(module, model)
+        join_parts(module, model)
     gather_tables(module, model, plan, reader)
     materialise_buffers(module, plan.storage.device)
     return CachedModelWithPartialLoad(module.eval(), model, plan, reader)
 
 
-def build_skeleton(model: Model) -> nn.Module:
-    """The stock module on meta, attention through PyTorch's fused kernel.
+def settle_attention(model: Model, plan: Plan) -> Plan:
+    """Try every tower's attention with a tiny call, and write into the plan what works.
+
+    Raises:
+        UsageError: a backend that was asked for does not.
+    """
+    found = {
+        phase: settled(model, phase, wanted, plan.storage)
+        for phase, wanted in plan.storage.attention.items()
+    }
+    return replace(plan, storage=replace(plan.storage, attention=found))
+
+
+def settled(model: Model, phase: Phase, wanted: Attention, storage: Storage) -> Attention:
+    """What one tower's attention runs through: as planned, or where that is flash attention and
+    fails without a flag that names it, PyTorch's own kernels."""
+    width, device = head_dim(model.architecture, phase), torch.device(storage.device)
+    dtype = torch_dtype(storage.compute_dtype)
+    failure = try_backend(wanted.backend, head_dim=width, dtype=dtype, device=device)
+    heads = f"heads of {width} in {storage.compute_dtype} on {storage.device}"
+    if failure and (wanted.forced or wanted.backend != FLASH):
+        raise UsageError(
+            f"--attention {wanted.backend} does not work for {TOWERS[phase]} attention, "
+            f"{heads}: {failure}",
+            hint_of(model.architecture, phase) if wanted.forced else "use --attention eager",
+        )
+    if wanted.backend == FLASH and not failure and not wanted.forced:
+        return Attention(FLASH, f"tried with {heads}")
+    if wanted.forced or wanted.backend == "eager":
+        return wanted
+    fused = is_fused(head_dim=width, dtype=dtype, device=device)
+    reason = f"PyTorch has {'a' if fused else 'no'} fused kernel for {heads}"
+    return Attention("sdpa", f"{reason}; {FLASH}: {failure}" if failure else reason)
+
+
+def build_skeleton(model: Model, attention: Mapping[Phase, Attention]) -> nn.Module:
+    """The stock module on meta, every tower with its attention; a tower without computes it by
+    plain products, as every model can.
 
     Raises:
         CheckpointError: the configuration holds a value that no such module can have.
@@ -53,12 +103,24 @@ def build_skeleton(model: Model) -> nn.Module:
             named = model.family.config_type or model.config["model_type"]
             settings = {**model.config, "model_type": named}
             config_class = transformers.CONFIG_MAPPING[named]
-            config = config_class.from_dict(settings, attn_implementation="sdpa")
+            config = config_class.from_dict(
+                settings, attn_implementation=implementations(model, attention)
+            )
             module: nn.Module = getattr(transformers, model.family.model_class)(config)
     except Exception as error:  # configurations and modules raise nothing narrower
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise contradiction(f"transformers builds no model from it: {reason}") from error
     return module
+
+
+def implementations(model: Model, attention: Mapping[Phase, Attention]) -> dict[str, str]:
+    """The backends as transformers names the parts of a configuration; "" is its top, which a
+    vision tower alone is made from."""
+    register_backends()
+    taken = {phase: each.backend for phase, each in attention.items()}
+    vision = taken.get("vision", "eager")
+    text = taken.get("text" if model.architecture.decoder is None else "decode", "eager")
+    return {"": vision, "vision_config": vision, "text_config": text}
 
 
 def cut_heads(module: nn.Module, model: Model) -> None:
@@ -70,6 +132,26 @@ def cut_heads(module: nn.Module, model: Model) -> None:
         assert isinstance(whole, CastLinear)
         pieces = [layer.weights[0].shape[0] for layer in model.layers if layer.block == block.name]
         module.set_submodule(block.module, RowBlocks(whole.weight.shape[1], pieces))
+
+
+def join_parts(module: nn.Module, model: Model) -> None:
+    """Have layers of whose weight this process has some columns add up all processes' parts."""
+    for weight in (weight for layer in model.layers for weight in layer.weights):
+        if weight.columns is None:
+            continue
+        path = weight.path.removesuffix(".weight")
+        whole = module.get_submodule(path)
+        assert isinstance(whole, CastLinear)
+        rows, columns = weight.shape
+        part = RowParallelLinear(columns, rows, bias=whole.bias is not None)
+        module.set_submodule(path, part)
+        attention, decoder = (
+            module.get_submodule(path.rpartition(".")[0]),
+            model.architecture.decoder,
+        )
+        if decoder is not None and hasattr(attention, "num_key_value_groups"):
+            groups = decoder.heads // decoder.kv_heads
+            attention.num_key_value_groups = groups  # type: ignore[assignment]
 
 
 def gather_tables(module: nn.Module, model: Model, plan: Plan, reader: WeightReader) -> None:
@@ -88,7 +170,7 @@ def gather_tables(module: nn.Module, model: Model, plan: Plan, reader: WeightRea
         ) -> torch.Tensor:
             return reader.read_rows(info, ids, dtype, key)
 
-        table = TokenTable(weight.shape[1], compute_dtype=stock.compute_dtype)
+        table = TokenTable(weight.shape[1], compute_dtype=stock.compute_dtype, scale=stock.scale)
         table.read_rows = read_rows
         module.set_submodule(layer.module, table)
 

@@ -1,7 +1,5 @@
 """What rich shows of a plan and of a run. Renderables are returned, never printed."""
 
-import itertools
-import re
 from collections.abc import Iterable, Sequence
 
 from rich import box
@@ -9,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from vlmrun.memory.attention import TOWERS
 from vlmrun.memory.budget import format_bytes, size_flag
 from vlmrun.memory.floor import Floor
 from vlmrun.memory.plan import Placement, Plan, Tier
@@ -166,12 +165,12 @@ def budget_lines(plan: Plan) -> list[tuple[str, str]]:
 
 def decisions(plan: Plan) -> list[tuple[str, str]]:
     """What was decided, each with its reason."""
-    storage = plan.storage
+    storage, attention = plan.storage, plan.storage.attention
     return [
         ("weights", f"{storage.dtype} ({storage.dtype_reason})"),
         ("arithmetic", f"{storage.compute_dtype} ({storage.compute_reason})"),
         ("device", f"{storage.device} ({storage.device_reason})"),
-        ("attention", "sdpa (PyTorch's fused kernels; no other is used)"),
+        *((f"{TOWERS[p]} attention", f"{a.backend} ({a.reason})") for p, a in attention.items()),
         ("batch", str(plan.workload.batch_size)),
     ]
 
@@ -260,6 +259,10 @@ def plan_fields(plan: Plan, least: Floor, command: str) -> Fields:
             "decode_s_per_token": least.decode_s_per_token,
             "image_s": least.image_s,
         },
+        "attention": {
+            TOWERS[phase]: {"backend": each.backend, "reason": each.reason}
+            for phase, each in plan.storage.attention.items()
+        },
         "batch": plan.workload.batch_size,
         "smallest_ram_bytes": plan.smallest_ram_bytes,
         "smallest_vram_bytes": plan.smallest_vram_bytes,
@@ -281,20 +284,3 @@ def comparison(rows: Iterable[tuple[str, str, str]]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def name_ranges(names: Iterable[str]) -> str:
-    """Names with runs of numbers drawn together: `decoder.layers.3-9, head.0`."""
-    found: dict[str, list[int]] = {}
-    for name in names:
-        match = re.fullmatch(r"(.+)\.(\d+)", name)
-        found.setdefault(match[1] if match else name, []).extend([int(match[2])] if match else [])
-    return ", ".join(
-        stem + (f".{ranges(numbers)}" if numbers else "") for stem, numbers in found.items()
-    )
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    runs = itertools.groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
-    spans = [[number for _, number in run] for _, run in runs]
-    return ",".join(f"{s[0]}-{s[-1]}" if len(s) > 1 else str(s[0]) for s in spans)

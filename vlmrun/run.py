@@ -4,6 +4,7 @@ Yields a `Summary` after every batch, so that the caller can draw progress and m
 was yielded has been written.
 """
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -20,10 +21,11 @@ from vlmrun.memory.budget import format_bytes
 from vlmrun.memory.measure import PeakMemory
 from vlmrun.memory.plan import Plan
 from vlmrun.memory.working import DECODED_PIXEL_BYTES
-from vlmrun.memory.workload import flags_that_fit, plan_job
+from vlmrun.memory.workload import flags_that_fit, own_placing, plan_job
 from vlmrun.models.companions import check_companions
 from vlmrun.models.families import is_supported
 from vlmrun.models.model import open_source, read_model
+from vlmrun.models.sharding import read_shard, shard_model
 from vlmrun.models.source import Source
 
 if TYPE_CHECKING:
@@ -119,22 +121,34 @@ class Ready:
 def prepare(job: Job, source: Source, stack: ExitStack) -> Ready:
     """Plan, refuse what does not fit, import torch, and make the model's cache entry."""
     model = read_model(source)
+    if job.placing.tp:
+        shard = read_shard(os.environ)
+        model = shard_model(model, shard)
+        job = replace(job, placing=own_placing(job.placing, shard))
     plan = plan_job(model, job, known_sizes(job))
-    check_companions(model, images=bool(job.images), texts=bool(job.texts))
+    notes = check_companions(model, images=bool(job.images), texts=bool(job.texts))
     check_budget(plan)
     # late: torch and transformers cost seconds, and a refused job need not pay for them
     from vlmrun.load import load
     from vlmrun.memory.cache import ModelCache
+    from vlmrun.nn.parallel import first_number, joined
     from vlmrun.tasks.captioner import Captioner
     from vlmrun.tasks.embedder import Embedder
 
+    if job.placing.tp:
+        stack.enter_context(joined(plan.storage.device))
+        # what is free, and so the batch, may look different to every process
+        batch = first_number(plan.workload.batch_size)
+        job = replace(job, placing=replace(job.placing, batch_size=batch))
+        plan = plan_job(model, job, known_sizes(job))
     cache = stack.enter_context(ModelCache(plan.budget.ram_bytes + plan.budget.vram_bytes))
     stays = max(plan.stored_bytes(phase) for phase in plan.workload.phases)
     entry = stack.enter_context(
         cache.use(source.name, lambda: load(model, plan), nbytes=stays),
     )
+    plan = entry.plan  # with the attention that was found to work
     task = Captioner if job.task == "caption" else Embedder
-    return Ready(plan, entry, task(job, model, plan, entry).batches(), model.notes)
+    return Ready(plan, entry, task(job, model, plan, entry).batches(), (*model.notes, *notes))
 
 
 def prepare_whole(job: Job, source: Source, stack: ExitStack) -> Ready:
@@ -159,7 +173,9 @@ def refuse_flags(job: Job) -> None:
     given = {
         "--resident": job.placing.resident is not None,
         "--batch-size": (job.placing.batch_size or 1) > 1,
+        "--tp": job.placing.tp,
         "--detail": job.detail != "high",
+        "--attention": job.placing.attention != "auto",
         "--stop": bool(job.generation.stop),
     }
     for flag in (flag for flag, asked in given.items() if asked):

@@ -10,6 +10,7 @@ from vlmrun.memory.working import (
     CROPS_AT_ONCE,
     GPU_RUNTIME_RAM_BYTES,
     RUNTIME_BYTES,
+    SCORE_BYTES,
     TEXTS_AT_ONCE,
     TOKEN_ENTRY_BYTES,
     Working,
@@ -197,3 +198,16 @@ def test_halves_take_half_of_the_numbers(name: str) -> None:
         assert half.activation_bytes[phase] < full.activation_bytes[phase]
         assert 2 * half.activation_bytes[phase] > full.activation_bytes[phase]
     assert 2 * half.kv_bytes == full.kv_bytes
+
+
+def test_eager_scores_lie_in_memory_for_what_passes_a_block_together() -> None:
+    """Of four crops at once, not of all 37; of a whole batch in the decoder, with its mask."""
+    model = MODELS["onevision 7b"]
+    load = load_of(model, image=ImageCost(crops=37, tokens=8721), batch_size=2)
+    scores = {"vision": CROPS_AT_ONCE * 16 * 729**2, "decode": 2 * (28 + 1) * 8821**2}
+    fused = working_of(model, load).activation_bytes
+    for phase, count in scores.items():
+        eager = working_memory(
+            model.architecture, load, Dtype.float32, device="cpu", eager=frozenset({phase})
+        ).activation_bytes
+        assert eager == {**fused, phase: fused[phase] + SCORE_BYTES * count}

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import SiglipVisionConfig
+from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbedding
 from transformers.models.siglip.modeling_siglip import SiglipVisionEmbeddings
 
 from vlmrun.nn.embedding import CastEmbedding, PatchEmbedding, TokenTable
@@ -41,6 +42,26 @@ def test_a_token_table_reads_each_row_once(compute: torch.dtype) -> None:
     for ids in torch.tensor([[9, 2, 9], [99, 0, 2]]), torch.tensor([4]), torch.tensor(4):
         assert torch.equal(table(ids), weight[ids].to(compute))
     assert asked == [[0, 2, 9, 99], [4], [4]]
+
+
+@pytest.mark.parametrize("compute", DTYPES)
+@pytest.mark.parametrize("stored", DTYPES)
+@torch.no_grad()
+def test_gemmas_scale_is_rounded_as_stock_rounds_it(
+    stored: torch.dtype, compute: torch.dtype
+) -> None:
+    """sqrt(3072) = 55.43 is 55.5 in bfloat16; table and streamed rows give the same bits."""
+    scale, weight = 3072**0.5, draw(7, 5).to(stored)
+    stock = GemmaTextScaledWordEmbedding(7, 5, 0, embed_scale=scale)
+    stock.load_state_dict({"weight": weight})
+    whole = CastEmbedding(7, 5, compute_dtype=compute, scale=scale).to(stored)
+    whole.load_state_dict({"weight": weight})
+    rows = TokenTable(5, compute_dtype=compute, scale=scale)
+    rows.read_rows = lambda ids: weight[ids]
+    ids = torch.tensor([[6, 0, 0], [3, 6, 1]])
+    expected = stock.to(compute)(ids)
+    assert torch.equal(whole(ids), expected)
+    assert torch.equal(rows(ids), expected)
 
 
 @pytest.mark.parametrize("size", [28, 30])

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from vlmrun.nn.norm import CastLayerNorm, CastRMSNorm
+from vlmrun.nn.norm import CastGemmaNorm, CastLayerNorm, CastRMSNorm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(1,), (24,), (3, 24), (2, 3, 48), (0, 24)]
@@ -48,6 +50,22 @@ def test_rms_norm(shape: tuple[int, ...], stored: torch.dtype, compute: torch.dt
     found = ours(x)
     assert found.dtype == compute
     assert torch.equal(found, stock.to(compute)(x))
+
+
+@pytest.mark.parametrize("stock_class", [GemmaRMSNorm, Gemma2RMSNorm])
+@pytest.mark.parametrize("compute", DTYPES)
+@pytest.mark.parametrize("stored", DTYPES)
+@torch.no_grad()
+def test_gemma_norm(stock_class: type, stored: torch.dtype, compute: torch.dtype) -> None:
+    """The weight is added to 1 in float32, and nothing is rounded before the end."""
+    stock, ours = stock_class(24, eps=1e-3), CastGemmaNorm(24, eps=1e-3)
+    for layer in stock, ours:
+        layer.load_state_dict({"weight": draw(24, seed=1)})
+        layer.to(stored)
+    x = (3 * draw(2, 3, 24) + 1).to(compute)
+    found = ours(x)
+    assert found.dtype == compute
+    assert torch.equal(found, stock(x))
 
 
 @torch.no_grad()

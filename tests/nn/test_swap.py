@@ -11,7 +11,7 @@ from vlmrun.errors import UnsupportedModel
 from vlmrun.nn.attention import CastMultiheadAttention
 from vlmrun.nn.embedding import CastEmbedding, CastPatches, PatchEmbedding
 from vlmrun.nn.linear import CastLinear
-from vlmrun.nn.norm import CastLayerNorm, CastRMSNorm
+from vlmrun.nn.norm import CastGemmaNorm, CastLayerNorm, CastRMSNorm
 from vlmrun.nn.swap import swap_layers
 
 OURS = {CastLinear, CastEmbedding, CastLayerNorm, CastRMSNorm, CastMultiheadAttention}
@@ -99,6 +99,21 @@ def test_the_pooling_head_stays_one_layer() -> None:
     ours.load_state_dict(unfused(stock.state_dict()))
     states = torch.randn(2, 4, 16, generator=source)
     torch.testing.assert_close(ours(states), stock(states), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gemma", "gemma2"])
+def test_gemmas_subclasses_keep_what_they_add(kind: str) -> None:
+    """The embedding's scale and the norm's 1 + weight, by the stock class's own numbers."""
+    text = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 20}
+    config = transformers.CONFIG_MAPPING[kind](**text, rms_norm_eps=0.25)
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config)
+        swap_layers(model, torch.bfloat16)
+    assert (model.embed_tokens.scale, model.embed_tokens.compute_dtype) == (4.0, torch.bfloat16)
+    norms = [module for name, module in model.named_modules() if name.endswith("norm")]
+    assert len(norms) == (3 if kind == "gemma" else 5)
+    assert {(type(module), module.eps) for module in norms} == {(CastGemmaNorm, 0.25)}
 
 
 def test_a_lone_out_proj_is_refused() -> None:

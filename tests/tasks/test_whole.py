@@ -24,10 +24,10 @@ FLAGS = ("caption", "--allow-untested", "--max-new-tokens", "12")
 
 
 @pytest.fixture(scope="module")
-def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tiny import build_llava
+def vipllava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny import build_vipllava
 
-    return build_llava(tmp_path_factory.mktemp("untested") / "llava")
+    return build_vipllava(tmp_path_factory.mktemp("untested") / "vipllava")
 
 
 @pytest.fixture
@@ -62,49 +62,51 @@ def stock_captions(folder: Path, pictures: list[Path], prompt: str) -> list[str]
     return captions
 
 
-def test_captions_equal_stock_generate(vlmrun: Command, llava: Path, pictures: list[Path]) -> None:
-    told = vlmrun(*FLAGS, "-m", llava, "--json", *pictures, "-p", "what is it?")
+def test_captions_equal_stock_generate(
+    vlmrun: Command, vipllava: Path, pictures: list[Path]
+) -> None:
+    told = vlmrun(*FLAGS, "-m", vipllava, "--json", *pictures, "-p", "what is it?")
     assert told.code == 0
-    note = "vlmrun: llava is untested: loaded whole, its working memory is not planned\n"
+    note = "vlmrun: vipllava is untested: loaded whole, its working memory is not planned\n"
     assert told.err == note
     found = [row["caption"] for row in told.rows]
-    assert found == stock_captions(llava, pictures, "what is it?")
+    assert found == stock_captions(vipllava, pictures, "what is it?")
     assert found[0] != found[1]
     assert {row["dtype"] for row in told.rows} == {"float32"}
-    assert vlmrun(*FLAGS, "-q", "-m", llava, pictures[0]).err == ""
+    assert vlmrun(*FLAGS, "-q", "-m", vipllava, pictures[0]).err == ""
 
 
 @pytest.mark.parametrize("flags", [["--dtype", "bf16"], ["--compute-dtype", "bf16"]])
 def test_the_dtype_asked_for_is_the_one_it_runs_in(
-    vlmrun: Command, llava: Path, pictures: list[Path], flags: list[str]
+    vlmrun: Command, vipllava: Path, pictures: list[Path], flags: list[str]
 ) -> None:
-    (row,) = vlmrun(*FLAGS, "-m", llava, pictures[0], "--json", *flags).rows
+    (row,) = vlmrun(*FLAGS, "-m", vipllava, pictures[0], "--json", *flags).rows
     assert row["dtype"] == "bfloat16"
 
 
-def test_sampling_follows_its_seed(vlmrun: Command, llava: Path, pictures: list[Path]) -> None:
-    hot = [*FLAGS, "-m", llava, pictures[0], "--temperature", "2"]
+def test_sampling_follows_its_seed(vlmrun: Command, vipllava: Path, pictures: list[Path]) -> None:
+    hot = [*FLAGS, "-m", vipllava, pictures[0], "--temperature", "2"]
     first, again, other = (vlmrun(*hot, "--seed", seed).out for seed in (1, 1, 2))
     assert first == again != other
 
 
 def test_a_bad_picture_is_a_row_here_too(
-    vlmrun: Command, llava: Path, pictures: list[Path]
+    vlmrun: Command, vipllava: Path, pictures: list[Path]
 ) -> None:
     pictures[0].write_bytes(pictures[0].read_bytes()[:60])
-    told = vlmrun(*FLAGS, "-m", llava, "--json", *pictures)
+    told = vlmrun(*FLAGS, "-m", vipllava, "--json", *pictures)
     assert told.code == 3
     assert [row.get("error", {}).get("type") for row in told.rows] == ["ImageError", None]
 
 
 @pytest.mark.parametrize("flags", [[], ["--temperature", "1"]])
 def test_overflow_is_a_row_and_no_caption(
-    vlmrun: Command, llava: Path, pictures: list[Path], tmp_path: Path, flags: list[str]
+    vlmrun: Command, vipllava: Path, pictures: list[Path], tmp_path: Path, flags: list[str]
 ) -> None:
     def scale(tensors: Tensors) -> None:
         tensors["model.vision_tower.embeddings.patch_embedding.weight"] *= 1e5
 
-    folder = copied(llava, tmp_path / "large", weights(scale))
+    folder = copied(vipllava, tmp_path / "large", weights(scale))
     assert vlmrun(*FLAGS, "-m", folder, pictures[0], *flags).code == 0
     told = vlmrun(*FLAGS, "-m", folder, pictures[0], "--json", "--dtype", "float16", *flags)
     assert told.code == 1
@@ -113,26 +115,26 @@ def test_overflow_is_a_row_and_no_caption(
     assert "not finite" in row["error"]["message"]
 
 
-def test_what_does_not_fit_exits_4(vlmrun: Command, llava: Path, pictures: list[Path]) -> None:
-    told = vlmrun(*FLAGS, "-m", llava, pictures[0], "--ram", "100MiB")
-    assert_refused(told, "llava does not fit 100 MiB of RAM", "smallest budget", code=4)
+def test_what_does_not_fit_exits_4(vlmrun: Command, vipllava: Path, pictures: list[Path]) -> None:
+    told = vlmrun(*FLAGS, "-m", vipllava, pictures[0], "--ram", "100MiB")
+    assert_refused(told, "vipllava does not fit 100 MiB of RAM", "smallest budget", code=4)
     smallest = told.err.partition("use --ram ")[2].split()[0]
-    assert vlmrun(*FLAGS, "-m", llava, pictures[0], "--ram", smallest).code == 0
+    assert vlmrun(*FLAGS, "-m", vipllava, pictures[0], "--ram", smallest).code == 0
 
 
 @pytest.mark.parametrize(
     "flags", [["--stop", "."], ["--detail", "low"], ["--resident", "50%"], ["--batch-size", "2"]]
 )
 def test_flags_that_would_be_ignored_are_refused(
-    vlmrun: Command, llava: Path, pictures: list[Path], flags: list[str]
+    vlmrun: Command, vipllava: Path, pictures: list[Path], flags: list[str]
 ) -> None:
-    told = vlmrun(*FLAGS, "-m", llava, pictures[0], *flags)
+    told = vlmrun(*FLAGS, "-m", vipllava, pictures[0], *flags)
     assert_refused(told, f"{flags[0]}: ", "is untested", hint="leave it out", code=2)
 
 
-def test_two_dtypes_are_refused(vlmrun: Command, llava: Path, pictures: list[Path]) -> None:
+def test_two_dtypes_are_refused(vlmrun: Command, vipllava: Path, pictures: list[Path]) -> None:
     dtypes = ["--dtype", "bfloat16", "--compute-dtype", "float32"]
-    told = vlmrun(*FLAGS, "-m", llava, pictures[0], *dtypes)
+    told = vlmrun(*FLAGS, "-m", vipllava, pictures[0], *dtypes)
     assert_refused(told, "--dtype and --compute-dtype differ", hint="give one", code=2)
 
 
@@ -141,16 +143,16 @@ def test_two_dtypes_are_refused(vlmrun: Command, llava: Path, pictures: list[Pat
 )
 def test_without_the_flag_it_is_refused_with_what_works(
     vlmrun: Command,
-    llava: Path,
+    vipllava: Path,
     argv: tuple[str, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     picture(9, 9).save("p.png")
-    told = vlmrun(*argv, "-m", llava)
-    words = "supported: SigLIP (siglip), SigLIP vision tower (siglip_vision_model), LLaVA-OneVision"
-    assert_refused(told, "models of type 'llava' are not supported", hint=words)
+    told = vlmrun(*argv, "-m", vipllava)
+    words = "llava_next, llava_onevision, paligemma"
+    assert_refused(told, "models of type 'vipllava' are not supported", hint=words)
     assert_refused(told, hint="vlmrun caption --allow-untested")
 
 
@@ -183,23 +185,28 @@ def misshape(tensors: Tensors) -> None:
     ],
 )
 def test_damaged_folders_are_refused_by_name(
-    vlmrun: Command, llava: Path, pictures: list[Path], tmp_path: Path, change: Change, words: str
+    vlmrun: Command,
+    vipllava: Path,
+    pictures: list[Path],
+    tmp_path: Path,
+    change: Change,
+    words: str,
 ) -> None:
-    folder = copied(llava, tmp_path / "damaged", change)
+    folder = copied(vipllava, tmp_path / "damaged", change)
     told = vlmrun(*FLAGS, "-q", "-m", folder, pictures[0], "-o", tmp_path / "rows.jsonl")
     assert_refused(told, words)
     assert not (tmp_path / "rows.jsonl").exists()
 
 
-@pytest.mark.parametrize("kind", ["llava", "own"])
+@pytest.mark.parametrize("kind", ["vipllava", "own"])
 def test_code_in_the_folder_is_never_run(
-    vlmrun: Command, llava: Path, pictures: list[Path], tmp_path: Path, kind: str
+    vlmrun: Command, vipllava: Path, pictures: list[Path], tmp_path: Path, kind: str
 ) -> None:
     own = {name: f"own.Own{name}" for name in ("AutoConfig", "AutoModel", "AutoProcessor")}
     own["AutoModelForImageTextToText"] = "own.OwnModel"
     code = f"open({str(tmp_path / 'ran')!r}, 'w')\nclass OwnModel: pass\n"
     folder = copied(
-        llava,
+        vipllava,
         tmp_path / "own",
         all_of(
             replaced("own.py", code.encode()),
@@ -211,7 +218,7 @@ def test_code_in_the_folder_is_never_run(
     assert json.loads((folder / "config.json").read_text())["auto_map"] == own
     told = vlmrun(*FLAGS, "-q", "-m", folder, pictures[0])
     assert not (tmp_path / "ran").exists()
-    if kind == "llava":  # transformers has this class itself
+    if kind == "vipllava":  # transformers has this class itself
         assert told.code == 0
     else:
         assert_refused(told, "transformers cannot")

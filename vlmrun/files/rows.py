@@ -52,6 +52,22 @@ class Caption:
 
 
 @dataclass(frozen=True, slots=True)
+class Score:
+    """How well a text fits a picture, by the model's own measure."""
+
+    text: str
+    cosine: float
+    probability: float
+
+    def row(self) -> Fields:
+        return {
+            "text": readable(self.text),
+            "cosine": self.cosine,
+            "probability": self.probability,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Embedding:
     """One vector, [D] or [N, D] in float32, of a picture or of a text."""
 
@@ -64,6 +80,7 @@ class Embedding:
     dtype: str
     ms: float
     sha256: str | None
+    scores: tuple[Score, ...] = ()
 
     def row(self, *, index: int | None = None) -> Fields:
         """The row with the vector in it, or with its index in the array that holds it."""
@@ -72,6 +89,7 @@ class Embedding:
             "v": VERSION,
             **_source(self.path, self.text),
             **place,
+            **({"scores": [score.row() for score in self.scores]} if self.scores else {}),
             "output_kind": self.output_kind,
             "model": self.model,
             "revision": self.revision,

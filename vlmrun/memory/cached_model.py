@@ -171,6 +171,8 @@ class CachedModelWithPartialLoad:
     def _mapped(self, layer: Layer) -> list[Tensor] | None:
         tensors = []
         for weight in layer.weights:
+            if weight.columns is not None:  # a view of columns is not contiguous
+                return None
             info = self._model.checkpoint.tensors[weight.key]
             tensor = self.reader.map(info, name=weight.key, rows=weight.rows)
             if tensor is None or tensor.dtype != self._dtype:

@@ -98,7 +98,7 @@ def encoder_flop(plan: Plan, model: Model, phase: Phase) -> int:
     architecture, load = model.architecture, plan.workload
     if phase == "vision":
         assert architecture.vision is not None
-        width, tokens = architecture.vision.width, architecture.vision.tokens
+        width, tokens = architecture.vision.width, load.crop_tokens(architecture)
     else:
         assert architecture.text is not None
         width, tokens = architecture.text.width, architecture.text.positions

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from vlmrun.memory.attention import Attention
 from vlmrun.memory.budget import Budget, parse_bytes
 from vlmrun.memory.working import GPU_RUNTIME_BYTES, Working, Workload, working_memory
 from vlmrun.models.dtype import Dtype
@@ -28,7 +29,10 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How weights are kept and computed, decided once, with the reasons."""
+    """How weights are kept and computed, decided once, with the reasons.
+
+    attention: of every tower, by the phase it runs in.
+    """
 
     dtype: Dtype
     dtype_reason: str
@@ -36,10 +40,16 @@ class Storage:
     compute_reason: str
     device: str
     device_reason: str
+    attention: Mapping[Phase, Attention] = field(default_factory=dict)
 
     @property
     def compute_tier(self) -> Tier:
         return Tier.RAM if self.device == "cpu" else Tier.VRAM
+
+    @property
+    def eager(self) -> frozenset[Phase]:
+        """Phases whose attention scores lie in memory."""
+        return frozenset(p for p, each in self.attention.items() if each.backend == "eager")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +152,11 @@ def make_plan(
     used = used_layers(model, workload, storage.dtype)
     movable = [use for use in used if not use.layer.gathered]
     working = working_memory(
-        model.architecture, workload, storage.compute_dtype, device=storage.device
+        model.architecture,
+        workload,
+        storage.compute_dtype,
+        device=storage.device,
+        eager=storage.eager,
     )
     host = working.runtime_bytes + working.picture_bytes
     base = host if storage.compute_tier is Tier.RAM else GPU_RUNTIME_BYTES

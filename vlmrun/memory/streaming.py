@@ -61,4 +61,7 @@ def read_layer(
 
 def read_weight(weight: Weight, out: Tensor, checkpoint: Checkpoint, reader: WeightReader) -> None:
     info = checkpoint.tensors[weight.key]
-    reader.read_into(out, info, name=weight.key, rows=weight.rows)
+    if weight.columns is not None:
+        reader.read_columns(out, info, name=weight.key, columns=weight.columns)
+    else:
+        reader.read_into(out, info, name=weight.key, rows=weight.rows)

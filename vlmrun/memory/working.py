@@ -18,6 +18,7 @@ TOKEN_ENTRY_BYTES = 1_000  # of tokenizer tables per vocabulary entry; measured
 CROPS_AT_ONCE = 4  # crops that pass through a vision block together
 TEXTS_AT_ONCE = 16
 SCRATCH_BYTES = 24 << 20  # conversion tiles and read buffers
+SCORE_BYTES = 10  # of eager attention, for every query, key and head; measured
 DECODED_PIXEL_BYTES = 20  # per pixel between file and model; JPEG 2000 takes most, measured
 
 
@@ -43,6 +44,14 @@ class Workload:
         """Crops of one batch."""
         return self.batch_size * self.image.crops
 
+    def crop_tokens(self, architecture: Architecture) -> int:
+        """Vectors of one crop that a vision block works on. A decoder's pictures are cut to the
+        tower's squares; without one, all tokens of a picture are those of its only crop."""
+        assert architecture.vision is not None
+        if architecture.decoder is not None:
+            return architecture.vision.positions
+        return self.image.tokens
+
     @property
     def prefill_tokens(self) -> int:
         """Positions of the longest row before the first new token."""
@@ -64,9 +73,15 @@ class Working:
 
 
 def working_memory(
-    architecture: Architecture, load: Workload, compute: Dtype, *, device: str
+    architecture: Architecture,
+    load: Workload,
+    compute: Dtype,
+    *,
+    device: str,
+    eager: frozenset[Phase] = frozenset(),
 ) -> Working:
-    """Compute the working memory of every phase of a workload."""
+    """Compute the working memory of every phase of a workload; in those that are `eager`, the
+    attention scores of one block lie in memory."""
     activations: dict[Phase, int] = {}
     if "vision" in load.phases:
         activations["vision"] = vision_bytes(architecture, load, compute)
@@ -74,6 +89,8 @@ def working_memory(
         activations["text"] = text_bytes(architecture, load, compute)
     if "decode" in load.phases:
         activations["decode"] = decode_bytes(architecture, load, compute)
+    for phase in eager & activations.keys():
+        activations[phase] += SCORE_BYTES * scores(architecture, load, phase)
     runtime = RUNTIME_BYTES if device == "cpu" else GPU_RUNTIME_RAM_BYTES
     return Working(
         runtime_bytes=runtime + TOKEN_ENTRY_BYTES * vocabulary(architecture, load),
@@ -96,7 +113,8 @@ def picture_bytes(architecture: Architecture, load: Workload) -> int:
     vision = architecture.vision
     if vision is None or "vision" not in load.phases:
         return 0
-    crop = vision.channels * vision.image_size**2 * Dtype.float32.itemsize
+    pixels = max(vision.image_size**2, load.crop_tokens(architecture) * vision.patch_size**2)
+    crop = vision.channels * pixels * Dtype.float32.itemsize
     return DECODED_PIXEL_BYTES * load.image_pixels + 3 * load.crops * crop
 
 
@@ -104,10 +122,13 @@ def vision_bytes(architecture: Architecture, load: Workload, compute: Dtype) -> 
     """Hidden states of all crops, one group of crops inside a block, packed features."""
     vision = architecture.vision
     assert vision is not None
-    tokens = load.crops * vision.tokens
-    group = min(load.crops, CROPS_AT_ONCE) * vision.tokens
+    each = load.crop_tokens(architecture)
+    tokens = load.crops * each
+    group = min(load.crops, CROPS_AT_ONCE) * each
     kept = max(1, len(architecture.feature_layers))  # held apart, then side by side
     numbers = tokens * vision.width * 2 * kept + group * (6 * vision.width + 2 * vision.mlp_width)
+    if vision.naflex:  # masks, kept for all groups and converted for one
+        numbers += 2 * tokens * each
     if architecture.decoder is not None:
         numbers += 4 * tokens * architecture.decoder.width
     return numbers * compute.itemsize + SCRATCH_BYTES
@@ -127,10 +148,24 @@ def decode_bytes(architecture: Architecture, load: Workload, compute: Dtype) -> 
     tokens = load.batch_size * load.prefill_tokens
     attention = decoder.heads * decoder.head_dim
     numbers = tokens * (5 * decoder.width + 4 * attention + 3 * decoder.mlp_width)
-    if load.batch_size > 1:  # rows of different length are masked
+    if load.batch_size > 1 or decoder.prefix:  # rows of different length, or both directions
         numbers += 2 * tokens * load.prefill_tokens
     logits = 4 * load.batch_size * decoder.vocabulary * Dtype.float32.itemsize
     return numbers * compute.itemsize + logits + SCRATCH_BYTES
+
+
+def scores(architecture: Architecture, load: Workload, phase: Phase) -> int:
+    """Attention scores of one block and what passes it together, the mask as one more head."""
+    if phase == "decode":
+        assert architecture.decoder is not None
+        return (architecture.decoder.heads + 1) * load.batch_size * load.prefill_tokens**2
+    if phase == "text":
+        assert architecture.text is not None
+        rows, positions = min(load.batch_size, TEXTS_AT_ONCE), architecture.text.positions
+        return architecture.text.heads * rows * positions**2
+    assert architecture.vision is not None
+    rows, positions = min(load.crops, CROPS_AT_ONCE), load.crop_tokens(architecture)
+    return architecture.vision.heads * rows * positions**2
 
 
 def kv_bytes(architecture: Architecture, load: Workload, compute: Dtype) -> int:

@@ -3,14 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from vlmrun.errors import UnsupportedModel, UsageError
+from vlmrun.errors import CheckpointError, UnsupportedModel, UsageError
 from vlmrun.job import Job, Placing
-from vlmrun.memory.budget import Budget, cpu_features, find_device, read_budget, size_flag
+from vlmrun.memory.attention import choose_attention, one_row_only
+from vlmrun.memory.budget import SHARE, Budget, cpu_features, find_device, read_budget, size_flag
 from vlmrun.memory.plan import MAX_BATCH, Plan, Storage, make_plan
 from vlmrun.memory.working import Workload
+from vlmrun.models.companions import COPY, read_image_settings
+from vlmrun.models.decoders import KINDS
 from vlmrun.models.dtype import Dtype, parse_dtype, resolve_dtype
 from vlmrun.models.family import ImageCost, Phase, View
 from vlmrun.models.model import Model
+from vlmrun.models.sharding import Shard
+from vlmrun.models.siglip2 import MAX_PATCHES
 
 Size = tuple[int, int]
 
@@ -41,8 +46,36 @@ def plan_job(model: Model, job: Job, sizes: Sequence[Size]) -> Plan:
     budget = read_budget(job.placing.ram, job.placing.vram, device=storage.device)
     load = describe(model, job, phases, sizes)
     if job.placing.batch_size is not None:
+        if job.placing.batch_size > 1 and one_row_only(storage.attention, storage.device):
+            raise UsageError(
+                "--attention flex_attention decodes one row at a time on a CPU, where PyTorch "
+                f"compiles no padded batch; --batch-size is {job.placing.batch_size}",
+                "use --batch-size 1, or --attention auto",
+            )
         return planned(model, load, job.placing.batch_size, storage, budget, job.placing)
     return largest_batch(model, load, storage, budget, job.placing)
+
+
+def own_placing(placing: Placing, shard: Shard) -> Placing:
+    """Where one of several processes on a machine computes, and its part of the memory that is
+    free; budgets that are given are each process's own.
+
+    Raises:
+        UsageError: one GPU is named for all of them.
+    """
+    device, _ = find_device(placing.device)
+    if shard.local_size > 1 and placing.device.startswith("cuda:"):
+        raise UsageError(
+            f"--device {placing.device} is one GPU, and {shard.local_size} processes share it",
+            "use --device cuda: every process takes the GPU of its own number",
+        )
+    if device != "cpu":
+        device = f"cuda:{shard.local_rank}"
+    return replace(
+        placing,
+        device=device,
+        ram=placing.ram or f"{100 * SHARE / shard.local_size:.2f}%",
+    )
 
 
 def used_phases(model: Model, job: Job) -> dict[Phase, tuple[str, ...]]:
@@ -66,14 +99,38 @@ def used_phases(model: Model, job: Job) -> dict[Phase, tuple[str, ...]]:
 
 
 def decide_storage(model: Model, placing: Placing, phases: dict[Phase, tuple[str, ...]]) -> Storage:
-    """Decide dtype, compute dtype and device once; everything later carries them."""
+    """Decide dtype, compute dtype, device and attention once; everything later carries them."""
     blocks = {block for names in phases.values() for block in names}
     keys = {w.key for layer in model.layers if layer.block in blocks for w in layer.weights}
     stored = model.checkpoint.stored_bytes(sorted(keys))
     dtype, dtype_reason = resolve_dtype(parse_dtype(placing.dtype), stored)
     device, device_reason = find_device(placing.device)
-    compute, reason = resolve_compute_dtype(parse_dtype(placing.compute_dtype), dtype, device)
-    return Storage(dtype, dtype_reason, compute, reason, device, device_reason)
+    compute, reason = decide_compute_dtype(model, parse_dtype(placing.compute_dtype), dtype, device)
+    attention = choose_attention(
+        model.architecture, phases, placing.attention, compute=compute, device=device
+    )
+    return Storage(dtype, dtype_reason, compute, reason, device, device_reason, attention)
+
+
+def decide_compute_dtype(
+    model: Model, requested: Dtype | None, stored: Dtype, device: str
+) -> tuple[Dtype, str]:
+    """As below, but never float16 where the decoder would overflow it.
+
+    Raises:
+        UsageError: it is asked for all the same.
+    """
+    decoder = model.architecture.decoder
+    if decoder is not None and KINDS[decoder.kind].overflows_float16:
+        if requested is Dtype.float16:
+            raise UsageError(
+                f"--compute-dtype float16: what passes a {decoder.kind} decoder is larger than "
+                "float16 holds",
+                "use --compute-dtype float32 or bfloat16; --dtype float16 stores weights so",
+            )
+        if requested is None and stored is Dtype.float16:
+            return Dtype.float32, f"a {decoder.kind} decoder overflows float16"
+    return resolve_compute_dtype(requested, stored, device)
 
 
 def resolve_compute_dtype(
@@ -101,7 +158,7 @@ def describe(
     vision = model.architecture.vision
     side = vision.image_size if vision is not None else 0
     known = list(sizes) or [(side, side)]
-    view = View(job.detail)
+    view = view_of(model, job)
     costs = [model.family.image_cost(model.architecture, w, h, view) for w, h in known]
     prompts = job.prompts or ()
     longest = max([len(p.text.encode()) for p in prompts] or [len(model.family.default_prompt)])
@@ -115,6 +172,46 @@ def describe(
         new_tokens=job.generation.max_new_tokens if caption else 0,
         picture_known=bool(sizes),
     )
+
+
+def view_of(model: Model, job: Job) -> View:
+    """How the job's pictures are looked at, the model's own settings filled in.
+
+    Raises:
+        UsageError: a flag is given that is not for this model.
+        CheckpointError: the image processor's settings are missing, or say no number of patches.
+    """
+    vision = model.architecture.vision
+    naflex = vision is not None and vision.naflex
+    if job.max_patches is not None and not naflex:
+        raise UsageError(
+            f"--max-patches: {model.source.name} takes no pictures of any shape",
+            "it is for SigLIP 2 NaFlex models; leave it out",
+        )
+    if job.dynamic_size and (naflex or model.family.task != "embed"):
+        raise UsageError(
+            f"--dynamic-size: {model.source.name} is no SigLIP tower of a fixed size",
+            "leave it out",
+        )
+    most = job.max_patches
+    if naflex and most is None and (job.images or not job.texts):
+        most = read_max_patches(model)
+    return View(job.detail, most, job.dynamic_size)
+
+
+def read_max_patches(model: Model) -> int:
+    """What the image processor's settings say, else the default of its class.
+
+    Raises:
+        CheckpointError: there are no settings, or the number is none.
+    """
+    if model.source.folder is None:  # known from the packaged catalogue alone
+        return MAX_PATCHES
+    file, settings = read_image_settings(model)
+    most = settings.get("max_num_patches", MAX_PATCHES)
+    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+        raise CheckpointError(f"{file}: max_num_patches is {most!r}, not a positive number", COPY)
+    return most
 
 
 def flags_that_fit(plan: Plan) -> dict[str, str]:
@@ -140,7 +237,8 @@ def largest_batch(
     """The batch of up to 8 that fits with the fewest weights crossing per row, the largest of
     equals: where all weights stay for one row, they stay for the batch; where they do not, a
     batch shares each crossing as long as it does not push out more than that saves."""
-    sizes = range(min(MAX_BATCH, load.count), 0, -1)
+    most = 1 if one_row_only(storage.attention, storage.device) else MAX_BATCH
+    sizes = range(min(most, load.count), 0, -1)
     plans = [planned(model, load, batch, storage, budget, placing) for batch in sizes]
     return min(
         [plan for plan in plans if plan.fits] or plans[-1:],

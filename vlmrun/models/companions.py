@@ -17,8 +17,9 @@ VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json
 TEMPLATE = "chat_template.jinja"
 
 
-def check_companions(model: Model, *, images: bool, texts: bool) -> None:
-    """Hold a folder to what a job with pictures or texts needs of it.
+def check_companions(model: Model, *, images: bool, texts: bool) -> tuple[str, ...]:
+    """Hold a folder to what a job with pictures or texts needs of it; returns notes on what was
+    put in place of a missing file.
 
     Raises:
         CheckpointError: a file is missing, or contradicts config.json.
@@ -26,13 +27,21 @@ def check_companions(model: Model, *, images: bool, texts: bool) -> None:
     folder = model.source.folder
     assert folder is not None
     caption = model.family.task == "caption"
+    notes: tuple[str, ...] = ()
     if images:
         read_image_settings(model)
         check_tiling(model)
-    if caption:
-        check_template(model)
+    if caption and model.family.prompt_style == "chat":
+        notes = check_template(model)
     if caption or texts:
-        check_tokenizer(folder, default="TokenizersBackend" if caption else "SiglipTokenizer")
+        check_tokenizer(folder, default="TokenizersBackend" if caption else text_tokenizer(model))
+    return notes
+
+
+def text_tokenizer(model: Model) -> str:
+    """The tokenizer of SigLIP's text tower where tokenizer_config.json names none."""
+    vision = model.architecture.vision
+    return "Siglip2Tokenizer" if vision is not None and vision.naflex else "SiglipTokenizer"
 
 
 def read_optional(folder: Path, name: str) -> Mapping[str, Any]:
@@ -84,20 +93,33 @@ def check_tokenizer(folder: Path, *, default: str) -> None:
         )
 
 
-def check_template(model: Model) -> None:
-    """Raises CheckpointError where none of its four places holds a chat template, and none is
-    known of the family."""
-    folder = model.source.folder
-    assert folder is not None
+def holds_template(folder: Path) -> bool:
+    """Whether one of its four places holds a chat template."""
     places = ("processor_config.json", "chat_template.json", "tokenizer_config.json")
     held = any(read_optional(folder, name).get("chat_template") for name in places)
-    known = model.family.chat_template(model.config)
-    if not held and not known and not (folder / TEMPLATE).exists():
-        raise CheckpointError(f"{TEMPLATE} is missing", COPY)
+    return held or (folder / TEMPLATE).exists()
+
+
+def check_template(model: Model) -> tuple[str, ...]:
+    """A note where the folder holds no chat template and the family's own is used.
+
+    Raises:
+        CheckpointError: none is known of the family either.
+    """
+    folder = model.source.folder
+    assert folder is not None
+    if holds_template(folder):
+        return ()
+    if not model.family.chat_template(model.config):
+        raise CheckpointError(f"{TEMPLATE} is missing, and no other file has one", COPY)
+    return (f"{TEMPLATE} is missing: the form of {model.family.name}'s prompts is vlmrun's own",)
 
 
 def check_tiling(model: Model) -> None:
     """Hold the processor's files to what config.json says of tiles and tokens.
+
+    What other files say of token counts is left alone: old ones lack it or have it wrong, and
+    only the model's own count is used.
 
     Raises:
         CheckpointError: they disagree.
@@ -110,12 +132,16 @@ def check_tiling(model: Model) -> None:
         return
     processor = read_optional(folder, "processor_config.json")
     file, settings = read_image_settings(model)
-    for name, given, expected in (
-        ("image_grid_pinpoints", settings, [list(pair) for pair in tiling.resolutions]),
-        ("num_image_tokens", processor, vision.tokens),
-        ("vision_aspect_ratio", processor, f"anyres_max_{tiling.max_tiles}"),
-        ("vision_feature_select_strategy", processor, "full"),
-    ):
+    facts: list[tuple[str, Mapping[str, Any], object]] = [
+        ("image_grid_pinpoints", settings, [list(pair) for pair in tiling.resolutions])
+    ]
+    if tiling.max_tiles is not None:
+        facts += [
+            ("num_image_tokens", processor, vision.tokens),
+            ("vision_aspect_ratio", processor, f"anyres_max_{tiling.max_tiles}"),
+            ("vision_feature_select_strategy", processor, "full"),
+        ]
+    for name, given, expected in facts:
         if given.get(name) not in (None, expected):
             where = file if given is settings else "processor_config.json"
             raise CheckpointError(f"{where} and config.json disagree on {name}", OTHER_MODEL)

@@ -23,13 +23,15 @@ BIASES = ("attention_bias", "mlp_bias")
 class Kind:
     """How one model_type of decoder differs from the others.
 
-    qkv_bias: always, where others may ask for it by BIASES; norms: those of a block.
+    qkv_bias: always, where others may ask for it by BIASES; norms: those of a block;
+    overflows_float16: what passes the blocks is larger than that format holds.
     """
 
     defaults: Config
     qkv_bias: bool = False
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     soft_capped: bool = False
+    overflows_float16: bool = False
 
 
 LLAMA_DEFAULTS: Config = {
@@ -91,8 +93,10 @@ KINDS: Mapping[str, Kind] = {
     "qwen2": Kind(defaults=QWEN2_DEFAULTS, qkv_bias=True),
     "llama": Kind(defaults=LLAMA_DEFAULTS),
     "mistral": Kind(defaults=MISTRAL_DEFAULTS),
-    "gemma": Kind(defaults=GEMMA_DEFAULTS),
-    "gemma2": Kind(defaults=GEMMA2_DEFAULTS, norms=SANDWICHED, soft_capped=True),
+    "gemma": Kind(defaults=GEMMA_DEFAULTS, overflows_float16=True),
+    "gemma2": Kind(
+        defaults=GEMMA2_DEFAULTS, norms=SANDWICHED, soft_capped=True, overflows_float16=True
+    ),
 }
 
 

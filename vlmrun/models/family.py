@@ -10,15 +10,22 @@ from vlmrun.models.shapes import Architecture
 Config = Mapping[str, Any]
 Task = Literal["caption", "embed"]
 Detail = Literal["high", "low"]
+PromptStyle = Literal["chat", "prefix"]
 MOST_LAYERS = 10_000
 Phase = Literal["vision", "text", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How a job looks at its pictures."""
+    """How a job looks at its pictures.
+
+    max_patches: what a NaFlex picture is padded to; dynamic: a tower made for squares is shown
+    pictures at their own size.
+    """
 
     detail: Detail = "high"
+    max_patches: int | None = None
+    dynamic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,8 @@ class Family:
     image_cost: (architecture, width, height, view) -> ImageCost.
     phases: (architecture, output kind) -> for every phase the blocks that run in it, in order.
         Raises UnsupportedModel for an output kind the model cannot give.
+    by_rows, by_columns: patterns of the module paths that tensor parallel cuts so.
+    prompt_style: a chat by a template, or PaliGemma's: pictures, start token, prompt, line end.
     chat_template: (configuration) -> the template where the folder has none; "" if unknown.
     """
 
@@ -59,7 +68,10 @@ class Family:
     image_cost: Callable[[Architecture, int, int, View], ImageCost]
     phases: Callable[[Architecture, str], Mapping[Phase, tuple[str, ...]]]
     default_prompt: str = ""
+    prompt_style: PromptStyle = "chat"
     chat_template: Callable[[Config], str] = lambda _: ""
+    by_rows: str = r"layers\.\d+\.(self_attn\.[qkv]_proj|mlp\.(fc1|gate_proj|up_proj))\.\w+$"
+    by_columns: str = r"layers\.\d+\.(self_attn\.(out|o)_proj|mlp\.(fc2|down_proj))\.weight$"
 
 
 def section(config: Config, name: str, defaults: Config, supported: str | None = None) -> Config:

@@ -27,12 +27,13 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor of a layer, or the rows `start:stop` of one."""
+    """A tensor of a layer, or the rows or columns `start:stop` of one."""
 
     path: str  # module path of the parameter
     key: str  # name in the checkpoint
     shape: Shape
     rows: tuple[int, int] | None = None
+    columns: tuple[int, int] | None = None
 
     @property
     def numel(self) -> int:

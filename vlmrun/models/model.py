@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -12,9 +12,9 @@ from vlmrun.models.checkpoint import (
     Checkpoint,
     TensorInfo,
     read_checkpoint,
-    read_json,
     tensors_of,
 )
+from vlmrun.models.configuration import read_configuration
 from vlmrun.models.dtype import SAFETENSORS
 from vlmrun.models.families import family_of
 from vlmrun.models.family import Config, Family
@@ -75,8 +75,7 @@ def open_source(
     source = resolve_source(spec, revision=revision, offline=offline)
     if source.folder is None:
         source = fetch_configuration(source)
-    assert source.folder is not None
-    config = read_json(source.folder / "config.json")
+    config, _ = read_configuration(source)
     if not untested:
         family_of(config)
     if not source.complete:
@@ -90,14 +89,10 @@ def describe_model(spec: str, *, revision: str | None = None, offline: bool = Fa
     source = resolve_source(spec, revision=revision, offline=offline)
     if source.complete:
         return read_model(source)
-    known = read_catalogue().get(source.repo_id or "")
-    if known is not None and revision is None:
-        config, dtype = known["config"], str(known["dtype"])
-        checkpoint = shapes_only(family_of(config).architecture(config), dtype)
-        return assemble(source, config, checkpoint, "shapes from the packaged catalogue")
+    if revision is None and source.repo_id in read_catalogue():
+        return read_shapes(source)
     source = fetch_configuration(source)
-    assert source.folder is not None
-    config = read_json(source.folder / "config.json")
+    config, _ = read_configuration(source)
     family_of(config)  # refused before any header is asked for
     tensors: dict[str, TensorInfo] = {}
     for header in fetch_headers(source).values():
@@ -105,18 +100,28 @@ def describe_model(spec: str, *, revision: str | None = None, offline: bool = Fa
     return assemble(source, config, Checkpoint(tensors), "headers read from the hub")
 
 
+def read_shapes(source: Source) -> Model:
+    """Describe a model from the packaged catalogue alone, whatever of it lies on this machine."""
+    assert source.repo_id is not None
+    known = read_catalogue()[source.repo_id]
+    config, dtype = known["config"], str(known["dtype"])
+    checkpoint = shapes_only(family_of(config).architecture(config), dtype)
+    note = "shapes from the packaged catalogue"
+    return assemble(replace(source, folder=None), config, checkpoint, note)
+
+
 def read_model(source: Source) -> Model:
-    """Read a complete local folder.
+    """Read a complete local folder or file.
 
     Raises:
         CheckpointError: its files are damaged, incomplete or contradict each other.
         UnsupportedModel: no family runs it.
     """
     assert source.folder is not None
-    config = read_json(source.folder / "config.json")
+    config, notes = read_configuration(source)
     family_of(config)  # an unsupported model is refused before its files are looked at
-    checkpoint = read_checkpoint(source.folder)
-    return assemble(source, config, checkpoint, *checkpoint.notes)
+    checkpoint = read_checkpoint(source.folder, source.file)
+    return assemble(source, config, checkpoint, *notes, *checkpoint.notes)
 
 
 def assemble(source: Source, config: Config, checkpoint: Checkpoint, *notes: str) -> Model:

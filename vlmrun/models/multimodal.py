@@ -3,7 +3,7 @@ arXiv:2304.08485): where their parts lie, and which run when."""
 
 from collections.abc import Mapping
 
-from vlmrun.models.decoders import decoder_blocks
+from vlmrun.models.decoders import KINDS, decoder_blocks
 from vlmrun.models.family import Config, Phase, contradiction
 from vlmrun.models.layer import Block, Shape
 from vlmrun.models.shapes import Architecture, Decoder, VisionTower
@@ -64,9 +64,19 @@ def drops_first(config: Config, *, default: str) -> bool:
     return bool(strategy == "default")
 
 
+def decoder_facts(config: Config) -> tuple[str, int, str]:
+    """What tells chat forms apart: the decoder's model_type, its vocabulary, and the name of the
+    model it was made from, where the configuration says it."""
+    text = config.get("text_config") or {}
+    kind = str(text.get("model_type") or "llama")
+    vocabulary = int({**KINDS[kind].defaults, **text}["vocab_size"])
+    return kind, vocabulary, str(text.get("_name_or_path") or "")
+
+
 def phases(architecture: Architecture, kind: str) -> Mapping[Phase, tuple[str, ...]]:
-    """The tower up to the layer the decoder sees, and the projector; then the decoder."""
+    """The tower up to what the decoder sees of it, and the projector; then the decoder."""
     assert architecture.vision is not None
     vision = vision_names(architecture.vision, max(architecture.feature_layers))
+    vision += ["vision.norm"] * architecture.normed
     decode = tuple(b.name for b in architecture.blocks if b.part in ("decoder", "head"))
     return {"vision": (*vision, "projector"), "decode": decode}

@@ -8,7 +8,7 @@ import math
 import re
 
 from vlmrun.errors import UnsupportedModel
-from vlmrun.models import anyres, decoders, multimodal, towers
+from vlmrun.models import anyres, decoders, multimodal, templates, towers
 from vlmrun.models.family import Config, Family, ImageCost, View
 from vlmrun.models.shapes import Architecture
 
@@ -93,4 +93,5 @@ LLAVA_ONEVISION = Family(
     image_cost=image_cost,
     phases=multimodal.phases,
     default_prompt="Describe this image.",
+    chat_template=lambda _: templates.ONEVISION,
 )

@@ -70,10 +70,26 @@ class WeightReader:
             staged = self._staged(stored)[: piece.numel()]
             self._fill(staged, info, start + at * stored.itemsize, name)
             piece.copy_(staged)
-            if piece.dtype == torch.float16 and not torch.isfinite(piece).all():
-                raise CheckpointError(
-                    f"{name} holds values that float16 cannot", "use --dtype bfloat16 or float32"
-                )
+            check_range(piece, stored, name)
+
+    def read_columns(
+        self, out: Tensor, info: TensorInfo, *, name: str, columns: tuple[int, int]
+    ) -> None:
+        """Read the columns `start:stop` of a matrix into contiguous `out` [rows, stop - start]:
+        whole rows pass through the staging buffer, a few at a time.
+
+        Raises:
+            CheckpointError: as `read_into`.
+        """
+        stored = torch_dtype(SAFETENSORS[info.dtype])
+        rows, width = info.shape
+        step = max(1, STAGING_NUMBERS // width)
+        for at in range(0, rows, step):
+            part = out[at : at + step]
+            staged = self._staged(stored)[: part.shape[0] * width]
+            self._fill(staged, info, info.offset + at * width * stored.itemsize, name)
+            part.copy_(staged.view(-1, width)[:, slice(*columns)])
+            check_range(part, stored, name)
 
     def read_rows(self, info: TensorInfo, ids: list[int], dtype: torch.dtype, name: str) -> Tensor:
         """Gather rows by index: [len(ids), width] at `dtype`."""
@@ -147,6 +163,16 @@ class WeightReader:
             except (OSError, ValueError) as error:  # the latter of an empty file
                 raise CheckpointError(f"cannot map {path}: {error}", AGAIN) from error
         return self._maps[path]
+
+
+def check_range(converted: Tensor, stored: torch.dtype, name: str) -> None:
+    """Raises CheckpointError where a conversion to float16 met values too large for it."""
+    if converted.dtype != torch.float16 or stored == torch.float16:
+        return
+    if not torch.isfinite(converted).all():
+        raise CheckpointError(
+            f"{name} holds values that float16 cannot", "use --dtype bfloat16 or float32"
+        )
 
 
 def ended(file: Path, name: str) -> CheckpointError:

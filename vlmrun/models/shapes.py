@@ -12,11 +12,13 @@ class VisionTower:
     width: int
     mlp_width: int
     heads: int
+    head_dim: int
     image_size: int
     patch_size: int
     channels: int
     pooled: bool
     class_token: bool = False  # CLIP's, before the patches
+    naflex: bool = False  # pictures keep their shape and come as flattened patches, padded
 
     @property
     def tokens(self) -> int:
@@ -35,9 +37,10 @@ class TextTower:
     width: int
     mlp_width: int
     heads: int
+    head_dim: int
     positions: int
     vocabulary: int
-    projection: int
+    projection: int | None  # None: what is pooled is the vector, without a head
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,8 @@ class Architecture:
 
     `ties` maps the module path of a parameter to the one it shares its storage with.
     `feature_layers` are indices into the vision tower's hidden states (0 = embeddings) that
-    the decoder sees; `first_dropped`: without their first vector, CLIP's class token.
+    the decoder sees; `first_dropped`: without their first vector, CLIP's class token; `normed`:
+    after the tower's last norm.
     """
 
     blocks: tuple[Block, ...]
@@ -84,6 +88,7 @@ class Architecture:
     tiling: Tiling | None = None
     feature_layers: tuple[int, ...] = ()
     first_dropped: bool = False
+    normed: bool = False
     ties: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -19,7 +19,7 @@ from vlmrun.models.family import (
     section,
 )
 from vlmrun.models.layer import Block
-from vlmrun.models.shapes import Architecture, TextTower
+from vlmrun.models.shapes import Architecture, TextTower, VisionTower
 from vlmrun.models.towers import (
     FUSED_HEAD,
     SIGLIP_DEFAULTS,
@@ -67,29 +67,37 @@ def text_blocks(tower: TextTower) -> list[Block]:
         blocks.append(Block(f"text.layers.{i}", "text", path, encoder_layer(path, tower)))
     last, head = "text_model.final_layer_norm", "text_model.head"
     blocks.append(Block("text.norm", "text", last, norm(last, tower.width)))
-    blocks.append(Block("text.head", "text", head, linear(head, tower.projection, tower.width)))
+    if tower.projection is not None:
+        tensors = linear(head, tower.projection, tower.width)
+        blocks.append(Block("text.head", "text", head, tensors))
     return blocks
 
 
 def text_tower(config: Config) -> TextTower:
     width, projection = number(config, "hidden_size"), config.get("projection_size")
+    projected = width if projection is None else number(config, "projection_size")
     tower = TextTower(
         layers=number(config, "num_hidden_layers", most=MOST_LAYERS),
         width=width,
         mlp_width=number(config, "intermediate_size"),
         heads=number(config, "num_attention_heads"),
+        head_dim=width // number(config, "num_attention_heads"),
         positions=number(config, "max_position_embeddings"),
         vocabulary=number(config, "vocab_size"),
-        projection=width if projection is None else number(config, "projection_size"),
+        projection=projected if config.get("use_head", True) else None,
     )
     check_heads(tower.width, tower.heads)
     return tower
 
 
 def architecture(config: Config) -> Architecture:
-    """Both towers and the two scalars that turn a cosine into a score."""
     vision = vision_tower(section(config, "vision_config", SIGLIP_DEFAULTS, "siglip_vision_model"))
     text = text_tower(section(config, "text_config", TEXT_DEFAULTS, "siglip_text_model"))
+    return both_towers(vision, text)
+
+
+def both_towers(vision: VisionTower, text: TextTower) -> Architecture:
+    """Both towers and the two scalars that turn a cosine into a score."""
     score = Block("score", "score", "", {"logit_scale": (1,), "logit_bias": (1,)})
     blocks = (*vision_blocks(vision, "vision_model."), *text_blocks(text), score)
     return Architecture(blocks, vision=vision, text=text)
@@ -101,9 +109,13 @@ def vision_only_architecture(config: Config) -> Architecture:
 
 
 def image_cost(architecture: Architecture, width: int, height: int, view: View) -> ImageCost:
-    """A picture is squashed to the tower's square, whatever its shape."""
-    assert architecture.vision is not None
-    return ImageCost(crops=1, tokens=architecture.vision.tokens)
+    """A picture is squashed to the tower's square, or at its own size padded to whole patches."""
+    tower = architecture.vision
+    assert tower is not None
+    if not view.dynamic:
+        return ImageCost(crops=1, tokens=tower.tokens)
+    across, down = (-(-side // tower.patch_size) for side in (width, height))
+    return ImageCost(crops=1, tokens=across * down)
 
 
 def phases(architecture: Architecture, kind: str) -> Mapping[Phase, tuple[str, ...]]:
@@ -126,17 +138,20 @@ def phases(architecture: Architecture, kind: str) -> Mapping[Phase, tuple[str, .
 
 
 def row(name: str, model_type: str, model_class: str, **parts: Any) -> Family:
+    """A family of one or both towers; `parts` are those of it that are not SigLIP's own."""
+    common: dict[str, Any] = {
+        "fused": FUSED_HEAD,
+        "ignored": OLD_KEYS,
+        "image_processors": ("SiglipImageProcessor",),
+        "image_cost": image_cost,
+        "phases": phases,
+    }
     return Family(
         name=name,
         model_types=(model_type,),
         model_class=model_class,
         task="embed",
-        fused=FUSED_HEAD,
-        ignored=OLD_KEYS,
-        image_processors=("SiglipImageProcessor",),
-        image_cost=image_cost,
-        phases=phases,
-        **parts,
+        **{**common, **parts},
     )
 
 

@@ -32,6 +32,7 @@ RELEASES = (
 )
 # timm's names on the left, transformers' on the right; "gelu" is the error function in both.
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+HALVES_ROUNDED = "halves_rounded"  # a setting of ours: the crop's corner, as torchvision's
 RESAMPLE = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}
 # Arguments that must be what a SigLIP tower has, where a file states them.
 FIXED: Config = {
@@ -223,7 +224,7 @@ def picture_settings(given: Config, side: int) -> dict[str, Any]:
     """timm's evaluation transform as settings of a `SiglipImageProcessor`.
 
     Most files say crop_mode "center" with crop_pct 0.9, though SigLIP was trained on squashed
-    pictures; what the file says is what timm does. `middle` gives the numbers of the crop.
+    pictures; what the file says is what timm does, with torchvision's rounding of the corner.
 
     Raises:
         CheckpointError: a setting is missing; colours and filter are never taken for granted.
@@ -239,8 +240,16 @@ def picture_settings(given: Config, side: int) -> dict[str, Any]:
     settings = color_settings(given)
     if mode == "squash" and edge == side:
         return {**settings, "size": square}
-    size = {"shortest_edge": edge} if mode == "center" else {"height": edge, "width": edge}
-    return {**settings, "size": size, "do_center_crop": True, "crop_size": square}
+    if mode == "squash":
+        raise UnsupportedModel("crop_mode is 'squash' with crop_pct below 1", "supported: with 1")
+    return {
+        **settings,
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": edge},
+        "do_center_crop": True,
+        "crop_size": square,
+        HALVES_ROUNDED: True,
+    }
 
 
 def color_settings(given: Config) -> dict[str, Any]:
@@ -277,19 +286,3 @@ def missing(*names: str) -> CheckpointError:
         f"the configuration does not say {', '.join(names)}",
         "copy config.json from where the model comes from; it is not guessed",
     )
-
-
-def middle(
-    width: int, height: int, edge: int, side: int
-) -> tuple[tuple[int, int], tuple[int, int, int, int]]:
-    """Where the middle of a picture lies once its shortest side is `edge` pixels.
-
-    Returns:
-        ((width, height) to resize to, (left, top, right, bottom) of the square of `side` in it),
-        rounded as torchvision's Resize and CenterCrop do.
-    """
-    short, long = min(width, height), max(width, height)
-    stretched = int(edge * long / short)
-    size = (edge, stretched) if width <= height else (stretched, edge)
-    left, top = round((size[0] - side) / 2), round((size[1] - side) / 2)
-    return size, (left, top, left + side, top + side)

@@ -4,9 +4,10 @@ Both are the same stack of encoder blocks; CLIP puts a class token before the pa
 before the first block.
 """
 
+import math
 from collections.abc import Mapping
 
-from vlmrun.errors import UsageError
+from vlmrun.errors import UnsupportedModel, UsageError
 from vlmrun.models.family import MOST_LAYERS, Config, contradiction, number, section
 from vlmrun.models.layer import Block, Shape
 from vlmrun.models.shapes import TextTower, VisionTower
@@ -70,8 +71,9 @@ def pooling_head(path: str, tower: VisionTower) -> dict[str, Shape]:
 
 def embeddings(path: str, tower: VisionTower) -> dict[str, Shape]:
     """Tensors that turn pixels into patch vectors with their positions."""
-    patch = (tower.width, tower.channels, tower.patch_size, tower.patch_size)
-    tensors: dict[str, Shape] = {f"{path}.patch_embedding.weight": patch}
+    patch: Shape = (tower.channels, tower.patch_size, tower.patch_size)
+    patch = (math.prod(patch),) if tower.naflex else patch
+    tensors: dict[str, Shape] = {f"{path}.patch_embedding.weight": (tower.width, *patch)}
     if tower.class_token:
         tensors[f"{path}.class_embedding"] = (tower.width,)
     else:
@@ -110,15 +112,17 @@ def read_vision(config: Config, *supported: str) -> VisionTower:
     supported: model_types the family is known with; the first is meant where none is named.
 
     Raises:
-        CheckpointError: it is another, or a number of it cannot be.
+        UnsupportedModel: it is another.
+        CheckpointError: a number of it cannot be.
     """
     given = config.get("vision_config")
     named = given.get("model_type") if isinstance(given, Mapping) else None
     kind = supported[0] if named is None else named
     if kind not in supported:
-        raise contradiction(
+        raise UnsupportedModel(
             f"vision_config.model_type is {kind!r}, and this family needs "
-            f"{' or '.join(map(repr, supported))}"
+            f"{' or '.join(map(repr, supported))}",
+            "vlmrun caption --allow-untested tries others, without a promise",
         )
     part = section(config, "vision_config", DEFAULTS[kind])
     return vision_tower(part, class_token=kind == "clip_vision_model")
@@ -135,6 +139,7 @@ def vision_tower(config: Config, *, class_token: bool = False) -> VisionTower:
         width=number(config, "hidden_size"),
         mlp_width=number(config, "intermediate_size"),
         heads=number(config, "num_attention_heads"),
+        head_dim=number(config, "hidden_size") // number(config, "num_attention_heads"),
         image_size=number(config, "image_size"),
         patch_size=number(config, "patch_size"),
         channels=number(config, "num_channels"),

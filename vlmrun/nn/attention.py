@@ -9,7 +9,8 @@ from vlmrun.nn.linear import CastLinear
 class CastMultiheadAttention(nn.Module):
     """`nn.MultiheadAttention` as the pooling head calls it: batch first, keys and values from
     the same tensor, attention weights not returned. The three input projections, fused in the
-    stock module, are layers of their own, as everywhere else.
+    stock module, are layers of their own, as everywhere else. `--attention` does not reach it,
+    as it does not in transformers: with one query a kernel makes no difference.
     """
 
     def __init__(self, width: int, heads: int) -> None:

@@ -1,5 +1,6 @@
 """Embeddings: position tables, patches, and token tables whose rows are gathered where they lie."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -10,17 +11,28 @@ RowReader = Callable[[list[int]], Tensor]
 
 
 class CastEmbedding(nn.Module):
-    """A small table, resident while it is used; gives rows in `compute_dtype`."""
+    """A small table, resident while it is used; gives rows in `compute_dtype`.
+
+    scale: what Gemma multiplies them by, rounded to that dtype as stock does.
+    """
 
     weight: Tensor
 
-    def __init__(self, rows: int, width: int, *, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self, rows: int, width: int, *, compute_dtype: torch.dtype, scale: float = 1.0
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, width), requires_grad=False)
         self.compute_dtype = compute_dtype
+        self.scale = scale
 
     def forward(self, ids: Tensor) -> Tensor:
-        return functional.embedding(ids, self.weight).to(self.compute_dtype)
+        rows = functional.embedding(ids, self.weight).to(self.compute_dtype)
+        return scaled(rows, self.scale)
+
+
+def scaled(rows: Tensor, scale: float) -> Tensor:
+    return rows if scale == 1 else rows * torch.tensor(scale).to(rows.dtype)
 
 
 class TokenTable(nn.Module):
@@ -30,22 +42,24 @@ class TokenTable(nn.Module):
     stored in; a prompt touches few of the table's hundreds of megabytes.
     """
 
-    def __init__(self, width: int, *, compute_dtype: torch.dtype) -> None:
+    def __init__(self, width: int, *, compute_dtype: torch.dtype, scale: float = 1.0) -> None:
         super().__init__()
         self.width = width
         self.compute_dtype = compute_dtype
+        self.scale = scale
         self.read_rows: RowReader | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
         assert self.read_rows is not None
         unique, places = torch.unique(ids, return_inverse=True)
         rows = self.read_rows(unique.tolist()).to(ids.device, self.compute_dtype)
-        return rows[places]  # [..., width]
+        return scaled(rows, self.scale)[places]  # [..., width]
 
 
 class PatchEmbedding(nn.Module):
     """SigLIP's patch and position embedding (transformers' SiglipVisionEmbeddings), computed in
-    `compute_dtype`: the stock module rounds pixels to the dtype of the stored weight."""
+    `compute_dtype`: the stock module rounds pixels to the dtype of the stored weight. Pictures of
+    another size get a resized position table, as timm's `dynamic_img_size` does it."""
 
     def __init__(
         self, *, channels: int, width: int, patch_size: int, positions: int, dtype: torch.dtype
@@ -55,10 +69,24 @@ class PatchEmbedding(nn.Module):
         self.position_embedding = CastEmbedding(positions, width, compute_dtype=dtype)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        patches = self.patch_embedding(pixel_values).flatten(2).transpose(1, 2)  # [B, N, D]
-        positions = torch.arange(patches.shape[1], device=patches.device)
-        embedded: Tensor = patches + self.position_embedding(positions)
-        return embedded
+        patches: Tensor = self.patch_embedding(pixel_values)  # [B, D, rows, columns]
+        grid = patches.shape[2], patches.shape[3]
+        table = resampled(self.position_embedding.weight, grid, "bicubic")
+        return patches.flatten(2).transpose(1, 2) + table.to(patches.dtype)
+
+
+def resampled(table: Tensor, grid: tuple[int, int], mode: str) -> Tensor:
+    """A square position table [side * side, D] resized to a grid (rows, columns), [N, D] float32,
+    antialiased; as it is where the grid is its own.
+
+    In float32: antialiasing is not implemented for halves on the CPU (pytorch#175489).
+    """
+    side = math.isqrt(table.shape[0])
+    if grid == (side, side):
+        return table
+    square = table.float().view(1, side, side, -1).permute(0, 3, 1, 2)  # [1, D, side, side]
+    wide = functional.interpolate(square, grid, mode=mode, align_corners=False, antialias=True)
+    return wide[0].flatten(1).transpose(0, 1)
 
 
 class ClassEmbedding(nn.Module):

@@ -34,3 +34,20 @@ class CastRMSNorm(nn.Module):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight.to(x.dtype) * wide.to(x.dtype)
+
+
+class CastGemmaNorm(nn.Module):
+    """Gemma's root-mean-square norm: the weight is what is added to 1, and all of it is computed
+    in float32."""
+
+    weight: Tensor
+
+    def __init__(self, width: int, *, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * (1.0 + self.weight.float())).to(x.dtype)

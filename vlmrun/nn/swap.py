@@ -13,7 +13,8 @@ from vlmrun.errors import UnsupportedModel
 from vlmrun.nn.attention import CastMultiheadAttention
 from vlmrun.nn.embedding import CastEmbedding, ClassEmbedding, PatchEmbedding
 from vlmrun.nn.linear import CastLinear
-from vlmrun.nn.norm import CastLayerNorm, CastRMSNorm
+from vlmrun.nn.norm import CastGemmaNorm, CastLayerNorm, CastRMSNorm
+from vlmrun.nn.patches import FlatPatchEmbedding
 
 Replace = Callable[[nn.Module, torch.dtype], nn.Module]
 
@@ -52,9 +53,23 @@ def _rms_norm(layer: nn.Module, _: torch.dtype) -> nn.Module:
     return CastRMSNorm(layer.weight.shape[0], eps=layer.variance_epsilon)  # type: ignore[arg-type,index]
 
 
+def _gemma_norm(layer: nn.Module, _: torch.dtype) -> nn.Module:
+    return CastGemmaNorm(layer.weight.shape[0], eps=layer.eps)  # type: ignore[arg-type,index]
+
+
 def _embedding(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
     assert isinstance(layer, nn.Embedding)
     return CastEmbedding(layer.num_embeddings, layer.embedding_dim, compute_dtype=dtype)
+
+
+def _scaled_embedding(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
+    assert isinstance(layer, nn.Embedding)
+    return CastEmbedding(
+        layer.num_embeddings,
+        layer.embedding_dim,
+        compute_dtype=dtype,
+        scale=float(layer.scalar_embed_scale),  # type: ignore[arg-type]
+    )
 
 
 def _attention(layer: nn.Module, _: torch.dtype) -> nn.Module:
@@ -64,6 +79,18 @@ def _attention(layer: nn.Module, _: torch.dtype) -> nn.Module:
 
 def _patches(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
     return PatchEmbedding(**_patch_shape(layer), dtype=dtype)
+
+
+def _flat_patches(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
+    projection, positions = layer.patch_embedding, layer.position_embedding
+    assert isinstance(projection, nn.Linear)
+    assert isinstance(positions, nn.Embedding)
+    return FlatPatchEmbedding(
+        numbers=projection.in_features,
+        width=projection.out_features,
+        positions=positions.num_embeddings,
+        dtype=dtype,
+    )
 
 
 def _class_and_patches(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -89,11 +116,16 @@ REPLACEMENTS: Mapping[str, Replace] = {
     "torch.nn.modules.normalization.LayerNorm": _layer_norm,
     "torch.nn.modules.sparse.Embedding": _embedding,
     "torch.nn.modules.activation.MultiheadAttention": _attention,
+    f"{MODELS}.gemma.modeling_gemma.GemmaRMSNorm": _gemma_norm,
+    f"{MODELS}.gemma.modeling_gemma.GemmaTextScaledWordEmbedding": _scaled_embedding,
+    f"{MODELS}.gemma2.modeling_gemma2.Gemma2RMSNorm": _gemma_norm,
+    f"{MODELS}.gemma2.modeling_gemma2.Gemma2TextScaledWordEmbedding": _scaled_embedding,
     f"{MODELS}.llama.modeling_llama.LlamaRMSNorm": _rms_norm,
     f"{MODELS}.mistral.modeling_mistral.MistralRMSNorm": _rms_norm,
     f"{MODELS}.qwen2.modeling_qwen2.Qwen2RMSNorm": _rms_norm,
     f"{MODELS}.clip.modeling_clip.CLIPVisionEmbeddings": _class_and_patches,
     f"{MODELS}.siglip.modeling_siglip.SiglipVisionEmbeddings": _patches,
+    f"{MODELS}.siglip2.modeling_siglip2.Siglip2VisionEmbeddings": _flat_patches,
 }
 # modules with a parameter of their own that is cast where it is used: `image_newline`, `probe`
 KEPT = frozenset(
@@ -101,5 +133,6 @@ KEPT = frozenset(
         f"{MODELS}.llava_next.modeling_llava_next.LlavaNextModel",
         f"{MODELS}.llava_onevision.modeling_llava_onevision.LlavaOnevisionModel",
         f"{MODELS}.siglip.modeling_siglip.SiglipMultiheadAttentionPoolingHead",
+        f"{MODELS}.siglip2.modeling_siglip2.Siglip2MultiheadAttentionPoolingHead",
     }
 )

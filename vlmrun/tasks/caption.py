@@ -39,6 +39,9 @@ def encode_pictures(
             model, squares(pixels), architecture.feature_layers, prenorm=tower.class_token
         )
         seen = [torch.cat(states, dim=-1)[:, first:] for states in kept]
+        if architecture.normed:
+            with model.bound("vision.norm") as norm:
+                seen = [norm(states) for states in seen]
         with model.bound("projector") as project:
             features = torch.cat([project(states) for states in seen])  # [C, N, D]
             counts = [count for pictures in batch for count in pictures.crops]

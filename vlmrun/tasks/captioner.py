@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from PIL.Image import Image
 
-from vlmrun.errors import ImageError
+from vlmrun.errors import ImageError, NotFinite
 from vlmrun.files.rows import Caption, Failure
 from vlmrun.job import Job, Prompt
 from vlmrun.memory.cached_model import CachedModelWithPartialLoad
@@ -16,6 +16,8 @@ from vlmrun.models.model import Model
 from vlmrun.tasks.caption import Pictures, encode_pictures
 from vlmrun.tasks.chat import Chat
 from vlmrun.tasks.decode import Decoded, DecodeRow, decode
+from vlmrun.tasks.overflow import overflow_of_answer
+from vlmrun.tasks.prefix import Prefix
 from vlmrun.tasks.preprocess import PicturePreprocessor
 from vlmrun.tasks.samples import (
     Batch,
@@ -26,7 +28,7 @@ from vlmrun.tasks.samples import (
     inputs_of,
     notes_of,
     overflowed,
-    read_sample,
+    read_samples,
 )
 
 
@@ -57,7 +59,7 @@ class Captioner:
         self._plan = plan
         self._entry = entry
         self._pictures = PicturePreprocessor(model)
-        self._chat = Chat(model)
+        self._asking = Prefix(model) if model.family.prompt_style == "prefix" else Chat(model)
         self._prompts = job.prompts or (Prompt(model.family.default_prompt),)
 
     def batches(self) -> Iterator[Batch]:
@@ -66,7 +68,7 @@ class Captioner:
         rows_at_once = self._plan.workload.batch_size
         for group in batched(numbered, max(1, rows_at_once // len(self._prompts))):
             start = time.perf_counter()
-            found = [read_sample(i, image, options, cut=self._cut) for i, image in group]
+            found = read_samples(group, options, cut=self._cut)
             asked = [item for item in found if not isinstance(item, Failure)]
             answers = iter(self._answer(asked))
             each = (time.perf_counter() - start) * 1000 / len(group)
@@ -89,7 +91,7 @@ class Captioner:
         pictures = self._pictures.pictures([image], view=View(self._job.detail))
         system = self._job.system
         costs = pictures.tokens
-        ids = [self._chat.input_ids(p.text, costs, system=system) for p in self._prompts]
+        ids = [self._asking.input_ids(p.text, costs, system=system) for p in self._prompts]
         longest = max(map(len, ids))
         if longest >= self._decoder.positions:
             raise ImageError(
@@ -99,7 +101,7 @@ class Captioner:
             )
         return Question(pictures, tuple(ids))
 
-    def _answer(self, asked: Sequence[Asked]) -> list[list[Decoded]]:
+    def _answer(self, asked: Sequence[Asked]) -> list[list[Decoded | NotFinite]]:
         """Generate for every picture, in order, and for every prompt, in order."""
         if not asked:
             return []
@@ -116,17 +118,35 @@ class Captioner:
                 self._entry,
                 self._decoder,
                 group,
-                vocabulary=self._chat.vocabulary,
+                vocabulary=self._asking.vocabulary,
                 generation=self._job.generation,
             )
-        return list(batched(decoded, len(self._prompts)))
+        answers = [
+            answer
+            if answer.finite
+            else self._overflow(pictures[i // len(self._prompts)], row, answer)
+            for i, (row, answer) in enumerate(zip(rows, decoded, strict=True))
+        ]
+        return list(batched(answers, len(self._prompts)))
+
+    def _overflow(self, pictures: Pictures, row: DecodeRow, answer: Decoded) -> NotFinite:
+        """The error of a row whose arithmetic overflowed; names the layer where it did."""
+        layer = overflow_of_answer(
+            self._entry,
+            self._model,
+            pictures,
+            row,
+            answer.tokens,
+            placeholder_id=self._asking.vocabulary.placeholder_id,
+        )
+        return overflowed(layer)
 
     def _rows(
-        self, sample: Asked, answers: Sequence[Decoded], ms: float
+        self, sample: Asked, answers: Sequence[Decoded | NotFinite], ms: float
     ) -> Iterator[Caption | Failure]:
         for prompt, answer in zip(self._prompts, answers, strict=True):
-            if not answer.finite:
-                yield failure(overflowed(), path=sample.path)
+            if isinstance(answer, NotFinite):
+                yield failure(answer, path=sample.path)
                 continue
             yield Caption(
                 path=sample.path,

@@ -1,6 +1,7 @@
 """A chat about pictures becomes token ids, as the checkpoint's own template writes it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jinja2 import TemplateError
 
@@ -18,6 +19,26 @@ from vlmrun.tasks.processor_files import (
     read_stop_ids,
     read_template,
 )
+
+Form = Callable[[str, int, str], object]  # (image token, pictures, prompt) -> what a user says
+
+
+def by_parts(image_token: str, pictures: int, prompt: str) -> object:
+    """As templates of models that see take it."""
+    return [*[{"type": "image"}] * pictures, {"type": "text", "text": prompt}]
+
+
+def as_text(image_token: str, pictures: int, prompt: str) -> object:
+    """As JoyCaption's template takes it, which puts the picture before the prompt itself."""
+    return prompt
+
+
+def as_marked_text(image_token: str, pictures: int, prompt: str) -> object:
+    """As templates of language models take it."""
+    return f"{image_token}\n" * pictures + prompt
+
+
+FORMS: tuple[Form, ...] = (by_parts, as_text, as_marked_text)
 
 
 class Chat:
@@ -37,12 +58,8 @@ class Chat:
         tokenizer = load_tokenizer(folder, default="TokenizersBackend")
         self._template = read_template(model, tokenizer)
         self._image_token, image_token_id = read_image_token(model, tokenizer)
-        stop_ids = read_stop_ids(model, tokenizer)
-        pad = tokenizer.pad_token_id
-        pad_id = min(stop_ids) if pad is None else int(pad)
-        check_vocabulary(pad_id, decoder.vocabulary)
-        settings = read_generation_settings(folder)
-        self.vocabulary = Vocabulary(tokenizer, image_token_id, pad_id, stop_ids, settings)
+        self.vocabulary = read_vocabulary(model, tokenizer, image_token_id)
+        self._form = self._choose_form()
 
     def input_ids(self, prompt: str, costs: Sequence[int], *, system: str = "") -> tuple[int, ...]:
         """Token ids of a chat, the image token repeated as often as each picture costs tokens.
@@ -54,9 +71,12 @@ class Chat:
                 has tokens that the model lacks.
         """
         rendered = self._rendered(len(costs), prompt, system)
-        # The template writes the special tokens; `verbose` is a remark on long sequences.
         tokenizer, placeholder = self.vocabulary.tokenizer, self.vocabulary.placeholder_id
-        ids = tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
+        # As stock processors do: a template may write the start token, else the tokenizer adds it.
+        start = tokenizer.bos_token
+        started = start is not None and rendered.startswith(start)
+        # `verbose` is a remark on long sequences
+        ids = tokenizer(rendered, add_special_tokens=not started, verbose=False)["input_ids"]
         places = ids.count(placeholder)
         if places != len(costs):
             raise CheckpointError(
@@ -79,21 +99,57 @@ class Chat:
                     f"the {what} holds {self._image_token}, which stands for a picture",
                     "leave it out; pictures are put before the prompt",
                 )
-        said: list[dict[str, str]] = [{"type": "image"}] * pictures
-        messages = [{"role": "user", "content": [*said, {"type": "text", "text": prompt}]}]
-        if system:
-            messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
         try:
-            rendered = self.vocabulary.tokenizer.apply_chat_template(
-                messages, chat_template=self._template, add_generation_prompt=True, tokenize=False
-            )
+            rendered = self._render(self._form, pictures, prompt, system)
         except (TemplateError, TypeError, ValueError) as error:
             if system:
                 raise _no_system_prompt(one_line(error)) from error
             raise CheckpointError(f"the chat template fails: {one_line(error)}", COPY) from error
         if system.strip() not in rendered:
             raise _no_system_prompt("it is left out")
+        return rendered
+
+    def _render(self, form: Form, pictures: int, prompt: str, system: str) -> str:
+        asked = form(self._image_token, pictures, prompt)
+        messages = [{"role": "user", "content": asked}]
+        if system:
+            told = [{"type": "text", "text": system}] if form is by_parts else system
+            messages.insert(0, {"role": "system", "content": told})
+        rendered = self.vocabulary.tokenizer.apply_chat_template(
+            messages,
+            chat_template=self._template,
+            add_generation_prompt=True,
+            tokenize=False,
+            image_token=self._image_token,
+        )
         return str(rendered)
+
+    def _choose_form(self) -> Form:
+        """The first form in which the template makes one place for one picture."""
+        for form in FORMS:
+            try:
+                if self._render(form, 1, "?", "").count(self._image_token) == 1:
+                    return form
+            except (TemplateError, TypeError, ValueError):
+                continue
+        return by_parts  # its fault is told when the first picture is asked about
+
+
+def read_vocabulary(model: Model, tokenizer: Any, image_token_id: int) -> Vocabulary:
+    """What decoding needs to know of a tokenizer and the folder's settings of generation.
+
+    Raises:
+        CheckpointError: a setting is missing, or names what is no token of the model's.
+    """
+    folder, decoder = model.source.folder, model.architecture.decoder
+    assert folder is not None
+    assert decoder is not None
+    stop_ids = read_stop_ids(model, tokenizer)
+    pad = tokenizer.pad_token_id
+    pad_id = min(stop_ids) if pad is None else int(pad)
+    check_vocabulary(pad_id, decoder.vocabulary)
+    settings = read_generation_settings(folder)
+    return Vocabulary(tokenizer, image_token_id, pad_id, stop_ids, settings)
 
 
 def _no_system_prompt(why: str) -> UsageError:

@@ -7,9 +7,9 @@ full size that the processors make.
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,31 +19,81 @@ from PIL import Image
 from vlmrun.errors import CheckpointError, ImageError
 from vlmrun.models.companions import COPY, OTHER_MODEL, read_image_settings
 from vlmrun.models.model import Model
+from vlmrun.models.timm import HALVES_ROUNDED
 from vlmrun.tasks.processor_files import one_line
 
 REQUIRED = ("size", "resample", "image_mean", "image_std")
 STRIP_PIXELS = 1 << 22  # of a padded picture, at a time
-LONGEST_SIDE = 65_535  # JPEG's limit; a picture as long takes 100 MB to be padded
+LONGEST_SIDE = 65_535  # JPEG's limit; a picture as long takes 100 MB to be padded or scaled
+Cut = Literal["squashed", "centred", "padded"]
+# how each class of image processor makes one square of a whole picture
+CUTS: Mapping[str, Cut] = {
+    "SiglipImageProcessor": "squashed",
+    "CLIPImageProcessor": "centred",
+    "LlavaImageProcessor": "centred",  # padded where its settings ask for it
+    "LlavaNextImageProcessor": "squashed",
+    "LlavaOnevisionImageProcessor": "padded",
+}
+CROPPING = ("CLIPImageProcessor", "LlavaImageProcessor", "LlavaNextImageProcessor")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Crops:
     """How a model's square crops are cut and numbered. Pictures are RGB.
 
-    levels: [3, 256] float32, the number that stands for each level of a channel.
+    cut: what becomes of a picture that is seen as one crop. shortest: what its shorter side is
+    scaled to before its middle is cut out; None where the scaled picture is the crop.
+    halves_rounded: where the middle starts at half a pixel, it is rounded to even as torchvision
+    does, not down. levels: [3, 256] float32, the number that stands for each level of a channel.
     """
 
     side: int
+    cut: Cut
+    shortest: int | None
     resample: Image.Resampling
     background: tuple[int, ...]
     levels: npt.NDArray[np.float32]
+    halves_rounded: bool = False
+
+    def whole(self, image: Image.Image) -> Image.Image:
+        """The one crop of a picture that has no tiles.
+
+        Raises:
+            ImageError: the picture is too long to be scaled or padded.
+        """
+        if self.cut == "squashed":
+            return self.squashed(image)
+        if self.cut == "padded":
+            return self.middle(self.padded(image, self.shortest or self.side))
+        return self.middle(self.scaled(image))
 
     def squashed(self, image: Image.Image) -> Image.Image:
         """The whole picture, whatever its shape."""
         return image.resize((self.side, self.side), self.resample)
 
-    def padded(self, image: Image.Image) -> Image.Image:
-        """The picture in the middle of a square of the mean colour.
+    def scaled(self, image: Image.Image) -> Image.Image:
+        """The picture with its shorter side as `shortest` says, its shape kept."""
+        if self.shortest is None:
+            return self.squashed(image)
+        short, long = sorted(image.size)
+        longest = int(self.shortest * long / short)
+        if longest > LONGEST_SIDE:
+            raise ImageError(
+                f"is {image.width} x {image.height} pixels, and scaled to {self.shortest} on its "
+                f"shorter side {longest} long; at most {LONGEST_SIDE} will do; crop it"
+            )
+        upright = image.width <= image.height
+        size = (self.shortest, longest) if upright else (longest, self.shortest)
+        return image.resize(size, self.resample)
+
+    def middle(self, image: Image.Image) -> Image.Image:
+        """The square in the middle of a picture, black where the picture is smaller."""
+        margins = (length - self.side for length in image.size)
+        left, top = (round(m / 2) if self.halves_rounded else m // 2 for m in margins)
+        return image.crop((left, top, left + self.side, top + self.side))
+
+    def padded(self, image: Image.Image, side: int) -> Image.Image:
+        """The picture in the middle of a square of the mean colour, scaled to `side`.
 
         Pillow resizes rows first and columns after, so the square is padded and resized in
         strips and never held whole: for a narrow picture it is many times its size.
@@ -59,15 +109,15 @@ class Crops:
                 "crop it"
             )
         left, top = (longest - width) // 2, (longest - height) // 2
-        narrow = Image.new("RGB", (self.side, longest), self.background)
+        narrow = Image.new("RGB", (side, longest), self.background)
         step = max(1, STRIP_PIXELS // longest)
         for start in range(0, height, step):
             stop = min(height, start + step)
             strip = Image.new("RGB", (longest, stop - start), self.background)
             strip.paste(image.crop((0, start, width, stop)), (left, 0))
-            strip = strip.resize((self.side, stop - start), self.resample)
+            strip = strip.resize((side, stop - start), self.resample)
             narrow.paste(strip, (0, top + start))
-        return narrow.resize((self.side, self.side), self.resample)
+        return narrow.resize((side, side), self.resample)
 
     def tiles(self, image: Image.Image, resolution: tuple[int, int]) -> Iterator[Image.Image]:
         """The picture fitted into (height, width), centred on black, cut row by row."""
@@ -107,22 +157,35 @@ def read_crops(model: Model) -> Crops:
     assert model.architecture.vision is not None
     side = model.architecture.vision.image_size
     file, settings = read_image_settings(model)
-    absent = [name for name in REQUIRED if settings.get(name) is None]
+    processor, levels = read_levels(model, *REQUIRED)
+    background = tuple(int(share * 255) for share in processor.image_mean)
+    cut, shortest = read_cut(file, processor_kind(model, file, settings), processor, settings, side)
+    return Crops(
+        side,
+        cut,
+        shortest,
+        read_filter(file, settings),
+        background,
+        levels,
+        halves_rounded=bool(settings.get(HALVES_ROUNDED)),
+    )
+
+
+def read_levels(model: Model, *required: str) -> tuple[Any, npt.NDArray[np.float32]]:
+    """A model's image processor, and the number it makes of each level: [3, 256] float32.
+
+    required: settings that are never taken from the processor's class.
+
+    Raises:
+        CheckpointError: settings are missing, not those of the family, or make no numbers.
+    """
+    file, settings = read_image_settings(model)
+    absent = [name for name in required if settings.get(name) is None]
     if absent:
         raise CheckpointError(f"{file} does not say {', '.join(absent)}", COPY)
-    known = model.family.image_processors
-    named = str(settings.get("image_processor_type") or known[0])
-    kind = named.removesuffix("Pil").removesuffix("Fast")
-    if kind not in known:
-        raise CheckpointError(
-            f"{file} is of a {named}, and the model takes a {' or a '.join(known)}", OTHER_MODEL
-        )
-    if settings.get("do_resize") is False or settings.get("do_center_crop"):
-        raise CheckpointError(f"{file} does not squash pictures to a square", OTHER_MODEL)
+    kind = processor_kind(model, file, settings)
     try:
         processor = image_processor_class(kind)(**settings)
-        resample = Image.Resampling(settings["resample"])
-        background = tuple(int(share * 255) for share in processor.image_mean)
         levels = number_levels(processor)
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{file} cannot be read: {one_line(error)}", COPY) from error
@@ -130,12 +193,65 @@ def read_crops(model: Model) -> Crops:
         raise CheckpointError(
             f"{file}: its image_mean, image_std and rescale_factor make no finite numbers", COPY
         )
-    if (processor.size.height, processor.size.width) != (side, side):
+    return processor, levels
+
+
+def read_filter(file: str, settings: Mapping[str, Any]) -> Image.Resampling:
+    """Raises CheckpointError where `resample` is no filter of Pillow's."""
+    if settings["resample"] not in list(Image.Resampling):
+        raise CheckpointError(f"{file}: resample is {settings['resample']!r}, no filter", COPY)
+    return Image.Resampling(settings["resample"])
+
+
+def processor_kind(model: Model, file: str, settings: Mapping[str, Any]) -> str:
+    """The class of a model's image processor; the name that files had before transformers 4.25
+    is read, too.
+
+    Raises:
+        CheckpointError: the family takes no such class.
+    """
+    known = model.family.image_processors
+    old = str(settings.get("feature_extractor_type") or "")
+    named = str(settings.get("image_processor_type") or old or known[0])
+    kind = named.removesuffix("Pil").removesuffix("Fast")
+    kind = kind.replace("FeatureExtractor", "ImageProcessor")
+    if kind not in known:
         raise CheckpointError(
-            f"{file}: size is {json.dumps(settings['size'])}, and config.json's image_size {side}",
+            f"{file} is of a {named}, and the model takes a {' or a '.join(known)}", OTHER_MODEL
+        )
+    return kind
+
+
+def read_cut(
+    file: str, kind: str, processor: Any, settings: Mapping[str, Any], side: int
+) -> tuple[Cut, int | None]:
+    """What becomes of a whole picture, and what its shorter side is scaled to first.
+
+    Raises:
+        CheckpointError: it does not become a square of the tower's `side`.
+    """
+    cropped, shortest = bool(processor.do_center_crop), processor.size.shortest_edge
+    if settings.get("do_resize") is False or (cropped and kind not in CROPPING):
+        raise CheckpointError(f"{file} does not squash pictures to a square", OTHER_MODEL)
+    cut, tiled = CUTS[kind], kind == "LlavaNextImageProcessor"
+    if kind == "LlavaImageProcessor" and processor.do_pad:
+        cut = "padded"
+    if cropped or tiled:  # the size of a tile, too
+        check_side(file, "crop_size", processor.crop_size, side)
+    square = kind in CROPPING and shortest == side and (tiled or cut == "padded")
+    fits = square or (cropped and not tiled and shortest and not processor.size.longest_edge)
+    if not fits:
+        check_side(file, "size", processor.size, side)
+    return cut, None if tiled else shortest
+
+
+def check_side(file: str, name: str, size: Any, side: int) -> None:
+    if size is None or (size.height, size.width) != (side, side):
+        given = {k: v for k, v in dict(size or {}).items() if v is not None}
+        raise CheckpointError(
+            f"{file}: {name} is {json.dumps(given)}, and config.json's image_size {side}",
             OTHER_MODEL,
         )
-    return Crops(side, resample, background, levels)
 
 
 def image_processor_class(kind: str) -> Any:

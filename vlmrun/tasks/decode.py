@@ -6,11 +6,11 @@ repeatable and phases, placement and batches must be decided outside of it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase, masking_utils
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     NoRepeatNGramLogitsProcessor,
@@ -25,6 +25,7 @@ from vlmrun.job import Generation
 from vlmrun.memory.cached_model import CachedModelWithPartialLoad
 from vlmrun.models.companions import COPY
 from vlmrun.models.shapes import Decoder
+from vlmrun.nn.parallel import from_first
 from vlmrun.tasks.kv import KVCache
 
 
@@ -87,7 +88,7 @@ def decode(
         for count in range(1, generation.max_new_tokens + 1):
             end_overflowed(decoded, logits)
             scores = processed(processors, ids, logits, starts)
-            chosen = choose_tokens(scores, generation, generators)  # [B]
+            chosen = from_first(choose_tokens(scores, generation, generators))  # [B]
             for row, token in zip(decoded, chosen.tolist(), strict=True):
                 take_token(row, token, vocabulary, generation.stop)
             if all(row.done for row in decoded) or count == generation.max_new_tokens:
@@ -117,14 +118,18 @@ class Steps:
         self._decoder = module.get_submodule("model.language_model")
         self._head = module.get_submodule("lm_head")
         self._cache = KVCache(shape.layers, kv_shape, dtype=embeds.dtype, device=embeds.device)
+        self._first = shape.first_position
+        self._prefix = shape.prefix
+        self._cap = getattr(module.config.get_text_config(), "final_logit_softcapping", None)  # type: ignore[operator,union-attr]
         self._mask = mask.to(model.compute_device)
         self._padded = not bool(mask.all())
         self._lengths = self._mask.sum(dim=1)  # [B] tokens of each row so far
 
     def prefill(self, embeds: Tensor) -> Tensor:
         """Run the prompts [B, T, D]; returns the last position's logits [B, V] in float32."""
-        positions = (self._mask.cumsum(dim=1) - 1).clamp(min=0)  # [B, T]
-        logits = self._forward(embeds, positions, self._mask)
+        positions = (self._mask.cumsum(dim=1) - 1).clamp(min=0) + self._first  # [B, T]
+        seen = self._both_ways(embeds, positions) if self._prefix else self._padding(self._mask)
+        logits = self._forward(embeds, positions, seen)
         self._cache.advance(embeds.shape[1])
         return logits
 
@@ -132,18 +137,45 @@ class Steps:
         """Run one token per row [B]; returns the next logits [B, V] in float32."""
         embeds = self._decoder.embed_tokens(tokens[:, None].to(self._mask.device))  # type: ignore[operator]
         mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
-        logits = self._forward(embeds, self._lengths[:, None], mask)
+        positions = self._lengths[:, None] + self._first
+        logits = self._forward(embeds, positions, self._padding(mask))
         self._cache.advance(1)
         self._mask, self._lengths = mask, self._lengths + 1
         return logits
 
-    def _forward(self, embeds: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        seen = mask if self._padded else None
-        # by position: versions of transformers name the cache differently, and a keyword
-        # that one does not know is ignored
-        out = self._decoder(None, seen, positions, self._cache, embeds, use_cache=True)
-        logits: Tensor = self._head(out.last_hidden_state[:, -1]).float().cpu()
+    def _forward(self, embeds: Tensor, positions: Tensor, seen: Any) -> Tensor:
+        out = self._decoder(
+            attention_mask=seen,
+            position_ids=positions,
+            cache=self._cache,
+            inputs_embeds=embeds,
+            use_cache=True,
+        )
+        logits: Tensor = self._head(out.last_hidden_state[:, -1])
+        return capped(logits, self._cap).float().cpu()
+
+    def _padding(self, mask: Tensor) -> Tensor | None:
+        return mask if self._padded else None
+
+    def _both_ways(self, embeds: Tensor, positions: Tensor) -> Any:
+        """The decoder's masks of a prompt whose tokens all see each other, in the form that its
+        attention takes; the tokens after it see what came before, as everywhere."""
+        whole = torch.zeros_like(self._mask)  # one block, numbered 0
+        return masking_utils.create_masks_for_generate(
+            self._decoder.config,
+            embeds,
+            self._mask,
+            self._cache,
+            positions,
+            block_sequence_ids=whole,
+        )
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Gemma 2's bound on logits. What is not finite stays so: tanh would hide an overflow."""
+    if cap is None:
         return logits
+    return torch.where(logits.isfinite(), torch.tanh(logits / cap) * cap, logits)
 
 
 def left_padded(rows: Sequence[DecodeRow], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -160,9 +192,10 @@ def left_padded(rows: Sequence[DecodeRow], pad_id: int) -> tuple[Tensor, Tensor]
 def embed_prompts(
     module: nn.Module, rows: Sequence[DecodeRow], ids: Tensor, placeholder_id: int
 ) -> Tensor:
-    """Token embeddings [B, T, D] with every picture's features in the placeholders' places."""
+    """Token embeddings [B, T, D] with every picture's features in the placeholders' places. The
+    placeholder itself may lie beyond the table."""
     table = module.get_submodule("model.language_model.embed_tokens")
-    embeds: Tensor = table(ids)
+    embeds: Tensor = table(ids.masked_fill(ids == placeholder_id, 0))
     for i, row in enumerate(rows):
         places = ids[i] == placeholder_id
         if row.features is not None:

@@ -22,7 +22,8 @@ def embed_images(
     """Embed pictures, in the order given; a tensor of float32 on the CPU for each.
 
     [D] for `pooled` (the attention pooling head, Zhai et al. 2023, arXiv:2303.15343), [N, D]
-    for `last-hidden` (after the final norm) and `hidden:K` (before it).
+    for `last-hidden` (after the final norm) and `hidden:K` (before it): as many as the picture
+    has patches; NaFlex's padding stays, its vectors are zero.
     """
     assert architecture.vision is not None
     layers = architecture.vision.layers
@@ -37,13 +38,23 @@ def embed_images(
             with model.bound("vision.head") as head:
                 pairs = zip(states, groups, strict=True)
                 states = [pooled(head, state, group) for state, group in pairs]
+        else:
+            states = [unpadded(state, group) for state, group in zip(states, groups, strict=True)]
         return [vector for state in states for vector in state.float().cpu()]
 
 
 def pooled(head: torch.nn.Module, states: Tensor, group: Group) -> Tensor:
     """One vector [C, D] of patches [C, N, D]; padding of a group is not seen."""
-    vectors: Tensor = head(states)
+    mask = () if group.mask is None else (group.mask.to(states.device),)
+    vectors: Tensor = head(states, *mask)
     return vectors
+
+
+def unpadded(states: Tensor, group: Group) -> Tensor:
+    """Patches [C, N, D] with padding set to zero."""
+    if group.mask is None:
+        return states
+    return states.masked_fill(~group.mask.to(states.device)[..., None], 0)
 
 
 @torch.inference_mode()
@@ -61,6 +72,8 @@ def embed_texts(model: CachedModelWithPartialLoad, ids: Tensor) -> Tensor:
 
 
 def unit_length(vectors: Tensor) -> Tensor:
-    """Scale vectors [..., D] to L2 norm 1, so that a dot product is a cosine."""
-    scaled: Tensor = vectors / vectors.norm(dim=-1, keepdim=True)
+    """Scale vectors [..., D] to L2 norm 1, so that a dot product is a cosine; zeros, as padding
+    is, stay zeros."""
+    lengths = vectors.norm(dim=-1, keepdim=True)
+    scaled: Tensor = vectors / lengths.masked_fill(lengths == 0, 1)
     return scaled

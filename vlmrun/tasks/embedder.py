@@ -1,20 +1,22 @@
 """The batches of an `embed` job: files and texts in, rows out."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
-from PIL.Image import Image
 from torch import Tensor
 
 from vlmrun.files.rows import Embedding, Failure
 from vlmrun.job import Job
 from vlmrun.memory.cached_model import CachedModelWithPartialLoad
 from vlmrun.memory.plan import Plan
+from vlmrun.memory.workload import view_of
 from vlmrun.models.model import Model
 from vlmrun.tasks.embed import embed_images, embed_texts, unit_length
-from vlmrun.tasks.preprocess import PicturePreprocessor
+from vlmrun.tasks.overflow import first_overflow
+from vlmrun.tasks.patches import picture_cutter
 from vlmrun.tasks.samples import (
     Batch,
     Sample,
@@ -24,10 +26,11 @@ from vlmrun.tasks.samples import (
     inputs_of,
     notes_of,
     overflowed,
-    read_sample,
+    read_samples,
 )
+from vlmrun.tasks.scores import Scorer, make_scorer
 from vlmrun.tasks.texts import TextPreprocessor
-from vlmrun.tasks.vision import squares
+from vlmrun.tasks.vision import Group, joined
 
 
 class Embedder:
@@ -40,20 +43,32 @@ class Embedder:
         self._model = model
         self._plan = plan
         self._entry = entry
-        self._pictures = PicturePreprocessor(model) if job.images else None
+        self._cut = picture_cutter(model, view_of(model, job)) if job.images else None
         self._texts = TextPreprocessor(model) if job.texts else None
+        self._scorer: Scorer | None = None
         self._normalize = job.output_kind == "pooled" if job.normalize is None else job.normalize
 
     def batches(self) -> Iterator[Batch]:
+        if not self._job.scores:
+            yield from self._picture_batches()
+            yield from self._text_batches()
+            return
+        said = list(self._text_batches())  # pictures are scored against them, and written first
+        rows = [row for batch in said for row in batch.rows if isinstance(row, Embedding)]
+        if rows:
+            texts = [row.text or "" for row in rows]
+            vectors = [torch.from_numpy(row.vector) for row in rows]
+            self._scorer = make_scorer(self._model, self._entry, texts, vectors)
         yield from self._picture_batches()
-        yield from self._text_batches()
+        yield from said
 
     def _picture_batches(self) -> Iterator[Batch]:
         options = decode_options(self._job)
         numbered = list(enumerate(inputs_of(self._job)))
         for group in batched(numbered, self._plan.workload.batch_size):
             start = time.perf_counter()
-            found = [read_sample(i, image, options, cut=self._cut) for i, image in group]
+            assert self._cut is not None
+            found = read_samples(group, options, cut=self._cut)
             samples = [item for item in found if not isinstance(item, Failure)]
             vectors = iter(self._embed_pictures(samples))
             each = (time.perf_counter() - start) * 1000 / len(group)
@@ -63,14 +78,10 @@ class Embedder:
             ]
             yield batch_of(rows, notes_of(samples))
 
-    def _cut(self, image: Image) -> Tensor:
-        assert self._pictures is not None
-        return self._pictures.pixels([image])
-
-    def _embed_pictures(self, samples: Sequence[Sample[Tensor]]) -> list[Tensor]:
+    def _embed_pictures(self, samples: Sequence[Sample[Group]]) -> list[Tensor]:
         if not samples:
             return []
-        groups = squares(torch.cat([sample.pixels for sample in samples]))
+        groups = joined([sample.pixels for sample in samples])
         kind = self._job.output_kind
         return embed_images(self._entry, self._model.architecture, groups, kind)
 
@@ -85,13 +96,14 @@ class Embedder:
             rows = [self._row(v, each, text) for v, text in zip(vectors, group, strict=True)]
             yield batch_of(rows, notes)
 
-    def _row(self, vector: Tensor, ms: float, source: Sample[Tensor] | str) -> Embedding | Failure:
+    def _row(self, vector: Tensor, ms: float, source: Sample[Group] | str) -> Embedding | Failure:
         path = source.path if isinstance(source, Sample) else None
         text = source if isinstance(source, str) else None
+        scores = self._scorer.scores(vector) if self._scorer is not None and path else ()
         if self._normalize:
             vector = unit_length(vector)
         if not torch.isfinite(vector).all():
-            return failure(overflowed(), path=path, text=text)
+            return failure(overflowed(self._overflow(source)), path=path, text=text)
         return Embedding(
             path=path,
             text=text,
@@ -102,7 +114,17 @@ class Embedder:
             dtype=self._plan.storage.dtype,
             ms=ms,
             sha256=source.sha256 if isinstance(source, Sample) else None,
+            scores=scores,
         )
+
+    def _overflow(self, source: Sample[Group] | str) -> str | None:
+        """The layer that overflowed for an input."""
+        if isinstance(source, Sample):
+            again: Callable[[], object] = partial(self._embed_pictures, [source])
+            return first_overflow(self._entry, self._model, "vision", again)
+        assert self._texts is not None
+        again = partial(embed_texts, self._entry, self._texts.tokens([source])[0])
+        return first_overflow(self._entry, self._model, "text", again)
 
 
 def batch_of(rows: list[Embedding | Failure], notes: Sequence[str]) -> Batch:

@@ -26,18 +26,21 @@ class PicturePreprocessor:
         check_tiling(model)
 
     def pixels(self, images: Sequence[Image.Image]) -> torch.Tensor:
-        """Squash RGB pictures to the tower's square: [B, 3, S, S] float32."""
+        """One crop of each RGB picture: [B, 3, S, S] float32."""
         crops = self._crops
-        return crops.to_tensor((crops.squashed(image) for image in images), len(images))
+        return crops.to_tensor((crops.whole(image) for image in images), len(images))
 
     def pictures(self, images: Sequence[Image.Image], *, view: View | None = None) -> Pictures:
         """Cut the upright RGB pictures of one prompt.
 
-        A single picture is a base view and tiles; several pictures, or low detail, are one
-        view each, padded to a square: the form the model was trained on for several.
+        A tiled picture is a base view and tiles, or at low detail one view. OneVision sees
+        several pictures as one view each, which it was trained on; LLaVA-NeXT tiles each.
         """
-        view = View(detail="low") if len(images) > 1 else view or View()
         model = self._model
+        tiling = model.architecture.tiling
+        view = view or View()
+        if len(images) > 1 and tiling is not None and tiling.max_tiles is not None:
+            view = View(detail="low")
         costs = [model.family.image_cost(model.architecture, *image.size, view) for image in images]
         crops = (crop for image in images for crop in self._cut(image, view))
         return Pictures(
@@ -48,10 +51,9 @@ class PicturePreprocessor:
         )
 
     def _cut(self, image: Image.Image, view: View) -> Iterator[Image.Image]:
-        if view.detail == "low":
-            yield self._crops.padded(image)
-            return
         tiling = self._model.architecture.tiling
-        assert tiling is not None
+        if tiling is None or view.detail == "low":
+            yield self._crops.whole(image)
+            return
         yield self._crops.squashed(image)
         yield from self._crops.tiles(image, fitted_resolution(tiling, *image.size))

@@ -11,7 +11,14 @@ from vlmrun.models.companions import COPY, OTHER_MODEL, check_tokenizer, read_op
 from vlmrun.models.model import Model
 from vlmrun.models.quiet import quiet_transformers
 
-IMAGE_TOKEN, IMAGE_TOKEN_ID = "<image>", 151646  # where OneVision's files leave them out
+IMAGE_TOKEN = "<image>"
+# where config.json leaves them out, as files do what equals the default of its class
+IMAGE_TOKEN_IDS = {
+    "llava": 32000,
+    "llava_next": 32000,
+    "llava_onevision": 151646,
+    "paligemma": 256000,
+}
 
 
 def load_tokenizer(folder: Path, *, default: str) -> Any:
@@ -59,9 +66,9 @@ def read_image_token(model: Model, tokenizer: Any) -> tuple[str, int]:
     """
     assert model.source.folder is not None
     processor = read_optional(model.source.folder, "processor_config.json")
+    config = {"image_token_index": IMAGE_TOKEN_IDS[model.config["model_type"]], **model.config}
+    expected = config.get("image_token_id", config["image_token_index"])
     token = getattr(tokenizer, "image_token", None) or processor.get("image_token") or IMAGE_TOKEN
-    config = model.config
-    expected = config.get("image_token_index", config.get("image_token_id", IMAGE_TOKEN_ID))
     found = tokenizer.convert_tokens_to_ids(token)
     if found != expected:
         raise CheckpointError(

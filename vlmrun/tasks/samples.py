@@ -9,6 +9,7 @@ from vlmrun.files.images import DecodeOptions, decode_image
 from vlmrun.files.inputs import ImageInput
 from vlmrun.files.rows import Failure, Row
 from vlmrun.job import Job
+from vlmrun.nn.parallel import check_same
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -52,6 +53,22 @@ def decode_options(job: Job) -> DecodeOptions:
     return DecodeOptions(background=job.background, max_pixels=job.max_pixels, frame=job.frame)
 
 
+def read_samples(
+    group: Sequence[tuple[int, ImageInput]],
+    options: DecodeOptions,
+    *,
+    cut: Callable[["Image"], T],
+) -> list[Sample[T] | Failure]:
+    """Decode a batch's pictures; several processes that share a model must have read the same.
+
+    Raises:
+        ImageError: they have not.
+    """
+    found = [read_sample(index, image, options, cut=cut) for index, image in group]
+    check_same([item.message if isinstance(item, Failure) else item.sha256 for item in found])
+    return found
+
+
 def read_sample(
     index: int, image: ImageInput, options: DecodeOptions, *, cut: Callable[["Image"], T]
 ) -> Sample[T] | Failure:
@@ -63,10 +80,12 @@ def read_sample(
         return failure(error, path=image.path)
 
 
-def overflowed() -> NotFinite:
-    """The error of an input whose result holds infinities or no numbers."""
+def overflowed(layer: str | None = None) -> NotFinite:
+    """The error of an input whose result holds infinities or no numbers; `layer` is the first
+    that gave them, where that is known."""
+    where = "the model's output" if layer is None else f"the output of {layer}"
     return NotFinite(
-        "the model's output is not finite: the arithmetic overflowed; try --compute-dtype float32"
+        f"{where} is not finite: the arithmetic overflowed; try --compute-dtype float32"
     )
 
 

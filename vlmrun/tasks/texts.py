@@ -7,8 +7,9 @@ import torch
 from tokenizers.normalizers import Lowercase
 
 from vlmrun.errors import CheckpointError, UnsupportedModel
-from vlmrun.models.companions import COPY, read_optional
+from vlmrun.models.companions import COPY, read_optional, text_tokenizer
 from vlmrun.models.model import Model
+from vlmrun.models.open_clip import clean_text
 from vlmrun.tasks.processor_files import check_text, check_vocabulary, load_tokenizer
 
 
@@ -29,7 +30,8 @@ class TextPreprocessor:
             )
         self._text = text
         self._lowers = False
-        self._tokenizer = load_tokenizer(folder, default="SiglipTokenizer")
+        self._clean = model.config.get("tokenizer", {}).get("clean")  # open_clip's, else None
+        self._tokenizer = load_tokenizer(folder, default=text_tokenizer(model))
         ends = self._encoded(["a cat"])[0][-1] == self._tokenizer.eos_token_id
         if not ends or self._tokenizer.pad_token_id is None:
             raise CheckpointError(
@@ -40,6 +42,7 @@ class TextPreprocessor:
         # A tokenizer that lowers texts is left to do it its own way, one that is told not to
         # is obeyed. The generic one of SigLIP 2's files is neither (transformers#43054).
         cased = read_optional(folder, "tokenizer_config.json").get("do_lower_case") is False
+        cased = cased or self._clean is not None
         self._lowers = not cased and self._encoded(["A CAT"]) != self._encoded(["a cat"])
 
     def tokens(self, texts: Sequence[str]) -> tuple[torch.Tensor, tuple[str, ...]]:
@@ -69,6 +72,8 @@ class TextPreprocessor:
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []
+        if self._clean is not None:
+            texts = [clean_text(text, self._clean) for text in texts]
         if self._lowers:
             # As transformers' Siglip2Tokenizer does; Python's own differs on a few letters.
             texts = [Lowercase().normalize_str(text) for text in texts]

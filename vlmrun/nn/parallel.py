@@ -1,0 +1,96 @@
+"""Layers and messages of several processes that share one model (tensor parallel).
+
+Not DTensor: its parallel styles accept stock layers only.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from torch import Tensor, distributed, nn
+
+from vlmrun.errors import ImageError
+from vlmrun.nn.linear import linear
+
+PATIENCE = timedelta(minutes=30)  # a process may read weights from a slow disk for long
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer of which every process has some columns of the weight, and the features
+    of the input that these meet. One all-reduce adds the parts up; the bias is added after.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., K / processes]; gives [..., N], the same in every process."""
+        part = linear(x, self.weight).float()  # halves would be rounded once per process
+        distributed.all_reduce(part)
+        whole = part.to(x.dtype)
+        return whole if self.bias is None else whole + self.bias.to(x.dtype)
+
+
+@contextmanager
+def joined(device: str) -> Iterator[None]:
+    """Meet the other processes that torchrun started, and part in the end; where they have met
+    before, stay with them."""
+    if distributed.is_initialized():
+        yield
+        return
+    # transformers imports it: after the meeting it keeps hold of the group, whose threads then
+    # outlive the interpreter and abort the process (torch 2.13)
+    import torch._dynamo
+
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    distributed.init_process_group("gloo" if device == "cpu" else "nccl", timeout=PATIENCE)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def from_first(values: Tensor) -> Tensor:
+    """The values of the first process, in all of them; as they are where there is only one."""
+    if not distributed.is_initialized():
+        return values
+    sent = values.cuda() if distributed.get_backend() == "nccl" else values.clone()
+    distributed.broadcast(sent, src=0)
+    return sent.to(values.device)
+
+
+def first_number(number: int) -> int:
+    """The same of a whole number."""
+    return int(from_first(torch.tensor(number)))
+
+
+def true_of_any(flag: bool) -> bool:
+    """Whether it is true in one of the processes."""
+    if not distributed.is_initialized():
+        return flag
+    found = torch.tensor(int(flag), device="cuda" if distributed.get_backend() == "nccl" else "cpu")
+    distributed.all_reduce(found, distributed.ReduceOp.MAX)
+    return bool(found)
+
+
+def check_same(read: list[str]) -> None:
+    """Hold what this process read of a batch's files to what the first one did.
+
+    Raises:
+        ImageError: they differ; the processes would wait for each other for ever.
+    """
+    if not distributed.is_initialized():
+        return
+    found: list[list[str] | None] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, read)
+    if any(other != found[0] for other in found):
+        raise ImageError(
+            "the processes of --tp read different pictures; change no file while a job runs"
+        )

@@ -1,0 +1,64 @@
+"""PaliGemma's prompts become token ids: pictures, the start token, the prompt, a line end."""
+
+from collections.abc import Sequence
+
+from vlmrun.errors import CheckpointError, UsageError
+from vlmrun.models.companions import COPY
+from vlmrun.models.model import Model
+from vlmrun.tasks.chat import read_vocabulary
+from vlmrun.tasks.processor_files import (
+    check_text,
+    check_vocabulary,
+    load_tokenizer,
+    read_image_token,
+)
+
+# parts of a picture, as prompts and answers name them
+PLACES = [f"<loc{i:04}>" for i in range(1024)] + [f"<seg{i:03}>" for i in range(128)]
+
+
+class Prefix:
+    """Token ids of a model's prompts, equal to those of its stock processor.
+
+    vocabulary: what decoding needs to know of the tokenizer and its special tokens.
+
+    Raises:
+        CheckpointError: a file or a setting is missing, or the files contradict each other.
+    """
+
+    def __init__(self, model: Model) -> None:
+        folder, decoder = model.source.folder, model.architecture.decoder
+        assert folder is not None
+        assert decoder is not None
+        self._entries = decoder.vocabulary
+        tokenizer = load_tokenizer(folder, default="GemmaTokenizer")
+        tokenizer.add_tokens(PLACES)  # as stock does, where the file lacks them
+        self._image_token, image_token_id = read_image_token(model, tokenizer)
+        if tokenizer.bos_token_id is None:
+            raise CheckpointError("tokenizer_config.json names no bos_token", COPY)
+        self.vocabulary = read_vocabulary(model, tokenizer, image_token_id)
+
+    def input_ids(self, prompt: str, costs: Sequence[int], *, system: str = "") -> tuple[int, ...]:
+        """Token ids of a prompt, after the image token as often as the pictures cost tokens.
+
+        Raises:
+            UsageError: the prompt holds the image token or is not Unicode, or there is a system
+                prompt.
+            CheckpointError: the tokenizer has tokens that the model lacks.
+        """
+        if system:
+            raise UsageError(
+                "PaliGemma takes no system prompt: it was trained on short tasks",
+                "leave out --system; prompts are as `caption en` or `answer en What is this?`",
+            )
+        check_text("prompt", prompt)
+        if self._image_token in prompt:
+            raise UsageError(
+                f"the prompt holds {self._image_token}, which stands for a picture",
+                "leave it out; pictures are put before the prompt",
+            )
+        tokenizer, placeholder = self.vocabulary.tokenizer, self.vocabulary.placeholder_id
+        said = f"{tokenizer.bos_token}{prompt}\n"
+        ids = tokenizer(said, add_special_tokens=False, verbose=False)["input_ids"]
+        check_vocabulary(max(ids), self._entries)
+        return (*[placeholder] * sum(costs), *ids)
