@@ -212,7 +212,8 @@ def test_verbose_says_what_was_decided_and_why(caption: Command, three: list[Pat
     assert "vlmrun: weights: bfloat16 (as stored in the checkpoint)\n" in done.err
     assert "vlmrun: arithmetic: float32 (asked for)\n" in done.err
     assert "vlmrun: device: cpu (" in done.err
-    assert "vlmrun: attention: sdpa (" in done.err
+    assert "vlmrun: vision attention: sdpa (PyTorch has a fused kernel for heads of " in done.err
+    assert "vlmrun: decoder attention: sdpa (" in done.err
     assert "vlmrun: batch: 1\n" in done.err
     assert done.text == "an elephant\n"
     assert caption(three[0], "-v", "-q").err == ""
@@ -247,7 +248,11 @@ def test_statistics_as_json_repeat_the_plan(
         f"--json --stats {three[0]}"
     )
     del planned["command"]
+    found, expected = told["plan"].pop("attention"), planned.pop("attention")
     assert told["plan"] == planned
+    for part, each in found.items():  # what was expected, and what trying it showed
+        assert each["backend"] == expected[part]["backend"]
+        assert "fused kernel for heads of 48" in each["reason"]
     measured = told["measured"]
     kinds = [measured[f"peak_{kind}_bytes"] for kind in ("anon", "file", "shmem")]
     assert measured["peak_ram_bytes"] == sum(kinds)

@@ -35,6 +35,7 @@ KEYS = {
     "peak": dict,
     "per_pass": dict,
     "floor": dict,
+    "attention": dict,
     "batch": int,
     "smallest_ram_bytes": int,
     "smallest_vram_bytes": int,

@@ -16,9 +16,11 @@ from vlmrun.cli.caption import caption
 from vlmrun.cli.command import Command
 from vlmrun.cli.embed import embed
 from vlmrun.cli.mem_plan import mem_plan
+from vlmrun.cli.models import models
+from vlmrun.cli.processes import told_by_the_first
 from vlmrun.cli.screen import say
 from vlmrun.cli.signals import Interrupted
-from vlmrun.errors import VlmrunError
+from vlmrun.errors import UsageError, VlmrunError
 from vlmrun.files.output import errors_named
 
 COMPLETION = "_VLMRUN_COMPLETE"  # set by the shell that asks for completions
@@ -56,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads the results has enough of them
         return 0
     except VlmrunError as error:
+        if isinstance(error, UsageError) and told_by_the_first(arguments):
+            return error.exit_code
         return tell(error.message, error.hint, error.exit_code, verbose)
     except Exception as error:
         hint = "-vv shows the traceback; please report it"
@@ -100,6 +104,7 @@ def make_parser() -> Any:
     app.command()(caption)
     app.command()(embed)
     app.command(name="mem-plan")(mem_plan)
+    app.command()(models)
     parser = typer.main.get_command(app)
     hide_types(parser)
     return parser

@@ -15,13 +15,12 @@ from vlmrun.cli.options import (
     OutputFlags,
     PictureFlags,
     TalkFlags,
-    check_text,
     of_model,
     of_output,
     placing,
-    read_text_file,
 )
 from vlmrun.cli.running import read_inputs, run_inputs
+from vlmrun.cli.texts import check_text, read_text_file
 from vlmrun.errors import UsageError
 from vlmrun.job import Generation, Job, Prompt
 
@@ -171,7 +170,11 @@ def caption(
         job = Job(
             task="caption",
             placing=placing(
-                model, memory, spec=model.spec("caption"), allow_untested=answer.allow_untested
+                model,
+                memory,
+                spec=model.spec("caption"),
+                tp=output.tp,
+                allow_untested=answer.allow_untested,
             ),
             background=decoding.background,
             max_pixels=decoding.max_pixels,
@@ -186,7 +189,7 @@ def caption(
         command = spell("caption", model, memory, asked, answer, pictures, output, talk)
         return run_inputs(
             job,
-            read_inputs(pictures, stdin_is_list=True),
+            read_inputs(pictures, stdin_is_list=True, tp=output.tp),
             flags=output,
             talk=talk,
             command=command,

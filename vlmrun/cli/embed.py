@@ -14,11 +14,10 @@ from vlmrun.cli.options import (
     OutputFlags,
     PictureFlags,
     TalkFlags,
-    check_text,
     placing,
-    read_text_file,
 )
-from vlmrun.cli.running import read_inputs, read_stdin_text, run_inputs
+from vlmrun.cli.running import read_inputs, run_inputs
+from vlmrun.cli.texts import check_text, read_stdin_text, read_text_file
 from vlmrun.errors import UsageError
 from vlmrun.job import Job
 
@@ -46,6 +45,24 @@ class VectorFlags:
             "hidden:-2 for the last but one).",
         ),
     ] = "pooled"
+    max_patches: Annotated[
+        int | None,
+        of_vectors(
+            min=1,
+            metavar="N",
+            help="NaFlex: scale pictures to at most N patches; with last-hidden, rows of zeros "
+            "fill up to N.",
+            show_default="what the model's settings say",
+        ),
+    ] = None
+    dynamic_size: Annotated[
+        bool,
+        of_vectors(
+            "--dynamic-size",
+            help="Fixed-size SigLIP: show pictures at their own size, not squashed; with "
+            "last-hidden, pictures of several sizes need --format jsonl.",
+        ),
+    ] = False
 
     def texts(self, *, stdin_allowed: bool = True) -> tuple[str, ...]:
         """The texts in the order given, the file's last without its blank lines.
@@ -91,6 +108,14 @@ class LengthFlags:
             show_default="on for pooled, off otherwise",
         ),
     ] = None
+    scores: Annotated[
+        bool,
+        of_vectors(
+            "--scores",
+            help="Add to a picture's row how well every text fits it: cosine, and the model's "
+            "own probability.",
+        ),
+    ] = False
 
 
 @takes_flags
@@ -113,21 +138,26 @@ def embed(
     def start() -> int:
         if vectors.texts_from == "-" and ("-" in pictures.inputs or pictures.files_from == "-"):
             raise UsageError("standard input is asked for more than once", "give - once")
-        decoding = pictures.decoding()
+        decoding, texts = pictures.decoding(), vectors.texts(stdin_allowed=not output.tp)
+        if length.scores and not texts:
+            raise UsageError("--scores: there are no texts", "give some with -t or --texts-from")
         job = Job(
             task="embed",
-            placing=placing(model, memory, spec=model.spec("embed")),
+            placing=placing(model, memory, spec=model.spec("embed"), tp=output.tp),
             background=decoding.background,
             max_pixels=decoding.max_pixels,
             frame=decoding.frame,
-            texts=vectors.texts(),
+            texts=texts,
             output_kind=vectors.kind(),
             normalize=length.normalize,
+            max_patches=vectors.max_patches,
+            dynamic_size=vectors.dynamic_size,
+            scores=length.scores,
         )
         with_texts = bool(vectors.text) or vectors.texts_from is not None
         return run_inputs(
             job,
-            read_inputs(pictures, stdin_is_list=not with_texts),
+            read_inputs(pictures, stdin_is_list=not with_texts, tp=output.tp),
             flags=output,
             talk=talk,
             command=spell("embed", model, memory, vectors, length, pictures, output, talk),

@@ -1,9 +1,8 @@
 """`vlmrun mem-plan`: where every layer would live, what it costs, and whether it fits."""
 
-import sys
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,17 +15,17 @@ from vlmrun.cli.options import (
     ModelFlags,
     PictureFlags,
     TalkFlags,
-    check_text,
     named_inputs,
     of_input,
     of_output,
     placing,
 )
-from vlmrun.cli.screen import Screen, make_console
-from vlmrun.errors import ImageError, OutOfBudget, OutputError, UsageError
+from vlmrun.cli.screen import Screen, results, show_result
+from vlmrun.cli.texts import check_text
+from vlmrun.errors import ImageError, OutOfBudget, UsageError
 from vlmrun.files.images import read_size
 from vlmrun.files.inputs import find_inputs
-from vlmrun.files.rows import readable, to_json
+from vlmrun.files.rows import to_json
 from vlmrun.job import Generation, Job
 from vlmrun.memory.floor import assumed_rates, floor
 from vlmrun.memory.plan import Plan
@@ -100,6 +99,8 @@ def mem_plan(
             detail=asked.detail,
             generation=Generation(max_new_tokens=asked.max_new_tokens),
             output_kind=vectors.kind(),
+            max_patches=vectors.max_patches,
+            dynamic_size=vectors.dynamic_size,
         )
         opened = describe_model(
             job.placing.model, revision=job.placing.revision, offline=job.placing.offline
@@ -110,7 +111,8 @@ def mem_plan(
         plan = plan_job(opened, job, sizes)
         own = asked if task == "caption" else vectors
         shown = pictures if images or job.texts else replace(pictures, inputs=[PLACEHOLDER])
-        fitting = replace(memory, **flags_that_fit(plan))
+        flags: dict[str, Any] = dict(flags_that_fit(plan))
+        fitting = replace(memory, **flags)
         command = spell(task, named(model, task), fitting, own, shown)
         show(plan, opened, command, wanted, talk, prompts=max(1, len(job.prompts)))
         return 0 if plan.fits else OutOfBudget.exit_code
@@ -175,14 +177,11 @@ def show(
     """
     from vlmrun import report  # late: imports rich
 
-    if sys.stdout is None:
-        raise OutputError("standard output is closed", "send it to a file or a terminal")
     rates = assumed_rates(plan)
     least = floor(plan, model, rates=rates)
     if wanted.json:
-        sys.stdout.buffer.write(to_json(report.plan_fields(plan, least, command)))
+        results().buffer.write(to_json(report.plan_fields(plan, least, command)))
         return
-    console = make_console(sys.stdout, no_color=talk.no_color)
     shown = report.plan_report(
         plan,
         model,
@@ -193,7 +192,4 @@ def show(
         prompts=prompts,
         layers=wanted.layers,
     )
-    with console.capture() as capture:
-        console.print(shown, crop=False)
-    lines = readable(capture.get()).splitlines()
-    sys.stdout.write("\n".join([*(line.rstrip() for line in lines), ""]))
+    show_result(shown, no_color=talk.no_color)

@@ -5,13 +5,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import typer
 
 from vlmrun.errors import UsageError
 from vlmrun.files.images import DecodeOptions, parse_background
-from vlmrun.job import Placing
+from vlmrun.job import Backend, Placing
 from vlmrun.memory.budget import find_device, parse_bytes
 from vlmrun.models.dtype import parse_dtype
 from vlmrun.models.family import Task
@@ -133,6 +133,10 @@ class MemoryFlags:
             show_default="what the budget allows",
         ),
     ] = None
+    attention: Annotated[
+        Backend,
+        of_memory(metavar="NAME", help=f"{', '.join(get_args(Backend))}; -v says why."),
+    ] = "auto"
     batch_size: Annotated[
         str, of_memory("-b", "--batch-size", metavar="N", help="auto, or how many at once.")
     ] = "auto"
@@ -156,6 +160,12 @@ class OutputFlags:
     ] = "error"
     stats: Annotated[
         bool, of_output("--stats", help="End with predicted and measured time and memory.")
+    ] = False
+    tp: Annotated[
+        bool,
+        of_memory(
+            "--tp", help="Share the model between the processes that torchrun started this in."
+        ),
     ] = False
     fail_fast: Annotated[
         bool,
@@ -205,7 +215,12 @@ class TalkFlags:
 
 
 def placing(
-    model: ModelFlags, memory: MemoryFlags, *, spec: str, allow_untested: bool = False
+    model: ModelFlags,
+    memory: MemoryFlags,
+    *,
+    spec: str,
+    tp: bool = False,
+    allow_untested: bool = False,
 ) -> Placing:
     """Flags, else the environment, else the defaults; what needs no model is checked here.
 
@@ -227,6 +242,8 @@ def placing(
         vram=chosen("--vram", memory.vram, parse_size, variable=vram_variable),
         resident=chosen("--resident", memory.resident, parse_size),
         batch_size=parse_batch_size(memory.batch_size),
+        attention=memory.attention,
+        tp=tp,
         allow_untested=allow_untested,
     )
 
@@ -262,33 +279,3 @@ def parse_batch_size(text: str) -> int | None:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise UsageError(f"--batch-size {text}: not a positive number", "use auto, 1, 2, 4, …")
     return int(text)
-
-
-def check_text(text: str, *, where: str) -> str:
-    """Text that a tokenizer can read.
-
-    Raises:
-        UsageError: it holds bytes that are not UTF-8.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"{where} is not valid UTF-8", "convert it first") from error
-    return text
-
-
-def read_text_file(path: str, *, where: str) -> str:
-    """A text file of the command line's.
-
-    Raises:
-        UsageError: it cannot be read, or is not UTF-8.
-    """
-    try:
-        with open(path, encoding="utf-8-sig", newline=None) as file:
-            return file.read()
-    except OSError as error:
-        raise UsageError(
-            f"{where} {path}: {error.strerror}", "name a text file that may be read"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{where} {path}: not valid UTF-8", "convert it first") from error

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from vlmrun.cli.options import OutputFlags, PictureFlags, TalkFlags
+from vlmrun.cli.processes import follows_another
 from vlmrun.cli.screen import Screen, say
 from vlmrun.cli.signals import Signals
 from vlmrun.cli.statistics import show_statistics
 from vlmrun.errors import OutputError, UsageError
 from vlmrun.files.inputs import Inputs, find_inputs
+from vlmrun.files.lines import LineWriter
+from vlmrun.files.output import StreamSink
 from vlmrun.files.writers import Writer, open_writer
 from vlmrun.job import Job
 
@@ -22,13 +25,14 @@ if TYPE_CHECKING:
     from vlmrun.run import Summary
 
 
-def read_inputs(flags: PictureFlags, *, stdin_is_list: bool) -> Inputs:
-    """The pictures of a command line; `stdin_is_list`: without any, paths come from stdin.
+def read_inputs(flags: PictureFlags, *, stdin_is_list: bool, tp: bool) -> Inputs:
+    """The pictures of a command line; `stdin_is_list`: without any, paths come from stdin, which
+    several processes (`tp`) cannot share.
 
     Raises:
         UsageError: there are none and stdin is a terminal, or what is named does not exist.
     """
-    stdin: BinaryIO | None = None if sys.stdin is None else sys.stdin.buffer
+    stdin: BinaryIO | None = None if sys.stdin is None or tp else sys.stdin.buffer
     named = flags.inputs or flags.files_from is not None
     if not named and (stdin is None or not stdin_is_list or sys.stdin.isatty()):
         stdin = None
@@ -41,20 +45,6 @@ def read_inputs(flags: PictureFlags, *, stdin_is_list: bool) -> Inputs:
         null_separated=flags.null_separated,
         stdin=stdin,
     )
-
-
-def read_stdin_text(*, where: str) -> str:
-    """Standard input as text.
-
-    Raises:
-        UsageError: it is closed, or not UTF-8.
-    """
-    if sys.stdin is None:
-        raise UsageError(f"{where} -: standard input is closed", "pipe text in, or name a file")
-    try:
-        return sys.stdin.buffer.read().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{where} -: not valid UTF-8", "convert it first") from error
 
 
 def run_inputs(
@@ -72,34 +62,50 @@ def run_inputs(
     Raises:
         UsageError, OutputError: as `open_writer`; or standard output is closed.
     """
+    silent = follows_another(tp=job.placing.tp)
     nothing = not inputs.images and not job.texts
     notes = inputs.notes or (("nothing to do",) if nothing else ())
-    for note in notes if not talk.quiet else ():
+    for note in notes if not talk.quiet and not silent else ():
         say(note)
     if nothing:
         return 0
     if sys.stdout is None and flags.output is None:
         raise OutputError("standard output is closed", "name a file with -o")
-    writer = open_writer(
-        None if flags.output is None else Path(flags.output),
-        task=job.task,
-        stdout=io.BytesIO() if sys.stdout is None else sys.stdout.buffer,
-        format=flags.chosen_format(),
-        single=inputs.single,
-        prompts=max(1, len(job.prompts)),
-        filenames=filenames,
-        one_line=one_line,
-        exists=flags.exists,
-    )
+    writer: Writer = LineWriter(StreamSink(io.BytesIO()), lambda row: None)
+    if not silent:
+        writer = open_writer(
+            None if flags.output is None else Path(flags.output),
+            task=job.task,
+            stdout=io.BytesIO() if sys.stdout is None else sys.stdout.buffer,
+            format=flags.chosen_format(),
+            single=inputs.single,
+            prompts=max(1, len(job.prompts)),
+            filenames=filenames,
+            one_line=one_line,
+            exists=flags.exists,
+        )
     job = replace(
         job,
         images=tuple(image.path for image in inputs.images),
         stdin_image=next((i.data for i in inputs.images if i.data is not None), None),
     )
-    return run_job(job, writer, flags=flags, talk=talk, command=command)
+    screen = Screen(talk, results_shown=shown_on_terminal(flags), silent=silent)
+    return run_job(job, writer, screen, flags=flags, talk=talk, command=command)
 
 
-def run_job(job: Job, writer: Writer, *, flags: OutputFlags, talk: TalkFlags, command: str) -> int:
+def shown_on_terminal(flags: OutputFlags) -> bool:
+    return flags.output is None and sys.stdout is not None and sys.stdout.isatty()
+
+
+def run_job(
+    job: Job,
+    writer: Writer,
+    screen: Screen,
+    *,
+    flags: OutputFlags,
+    talk: TalkFlags,
+    command: str,
+) -> int:
     """Run a job to its end, or to the first failure or signal that ends it; `command` is what
     the statistics call it.
 
@@ -108,8 +114,6 @@ def run_job(job: Job, writer: Writer, *, flags: OutputFlags, talk: TalkFlags, co
     """
     from vlmrun.run import run  # late: what a run needs is of no use to the checks before it
 
-    shown = flags.output is None and sys.stdout is not None and sys.stdout.isatty()
-    screen = Screen(talk, results_shown=shown)
     steps = run(job, writer, measure=flags.stats, progress=screen.progress_wanted)
     assert isinstance(steps, Generator), "closing it releases the model at once"
     with writer, Signals(quiet=talk.quiet) as signals, screen, closing(steps):
@@ -119,17 +123,28 @@ def run_job(job: Job, writer: Writer, *, flags: OutputFlags, talk: TalkFlags, co
                 signals.computing = True
                 explain(screen, summary.plan)
             follow(screen, summary)
-            if signals.received is not None or (flags.fail_fast and summary.failed):
+            ends = signals.received is not None or (flags.fail_fast and summary.failed > 0)
+            if ends_for_all(ends, tp=job.placing.tp):
                 break
     if summary.failed or signals.received is not None:
-        say(f"{summary.done} done, {summary.failed} failed" + left(summary))
-    if summary.measured is not None:
+        screen.error(f"{summary.done} done, {summary.failed} failed" + left(summary))
+    if summary.measured is not None and not screen.silent:
         show_statistics(screen, job, summary, command=command, as_json=flags.json)
     if signals.received is not None:
         return 128 + signals.received
     if not summary.failed:
         return 0
     return 3 if summary.done else 1
+
+
+def ends_for_all(ends: bool, *, tp: bool) -> bool:
+    """Whether a run ends here; several processes end after the same batch, whichever of them
+    the signal reached first."""
+    if not tp:
+        return ends
+    from vlmrun.nn.parallel import true_of_any  # late: imports torch, which runs already
+
+    return true_of_any(ends)
 
 
 def explain(screen: Screen, plan: "Plan | None") -> None:

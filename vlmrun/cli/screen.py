@@ -1,4 +1,4 @@
-"""Standard error: notes, errors and the progress bar. Never a result."""
+"""Standard error: notes, errors and the progress bar. Standard output: tables that are results."""
 
 import os
 import sys
@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Self, TextIO
 
 from vlmrun.cli.options import TalkFlags
+from vlmrun.errors import OutputError
 from vlmrun.files.rows import readable
 
 if TYPE_CHECKING:
@@ -45,13 +46,38 @@ def make_console(stream: TextIO, *, no_color: bool) -> "Console":
     )
 
 
+def show_result(renderable: "RenderableType", *, no_color: bool) -> None:
+    """Write tables on standard output, as the result of a command.
+
+    Raises:
+        OutputError: standard output is closed.
+    """
+    console = make_console(results(), no_color=no_color)
+    with console.capture() as capture:
+        console.print(renderable, crop=False)
+    lines = readable(capture.get()).splitlines()
+    results().write("\n".join([*(line.rstrip() for line in lines), ""]))
+
+
+def results() -> TextIO:
+    """Standard output.
+
+    Raises:
+        OutputError: it is closed.
+    """
+    if sys.stdout is None:
+        raise OutputError("standard output is closed", "send it to a file or a terminal")
+    return sys.stdout
+
+
 class Screen:
     """What a run shows while it lasts. The bar is drawn on a terminal only, and not where the
     results appear on a terminal themselves."""
 
-    def __init__(self, talk: TalkFlags, *, results_shown: bool) -> None:
+    def __init__(self, talk: TalkFlags, *, results_shown: bool, silent: bool = False) -> None:
+        self.silent = silent  # another process says it all
         self._talk = talk
-        terminal = sys.stderr is not None and sys.stderr.isatty()
+        terminal = sys.stderr is not None and sys.stderr.isatty() and not silent
         self.progress_wanted = terminal and not talk.quiet and not talk.no_progress
         self._bar_wanted = self.progress_wanted and not results_shown
         self._bar: Progress | None = None
@@ -65,6 +91,8 @@ class Screen:
 
     def error(self, text: str) -> None:
         """A line that -q does not silence."""
+        if self.silent:
+            return
         if self._bar is None:
             say(text)
         else:

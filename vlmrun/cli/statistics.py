@@ -1,6 +1,8 @@
 """`--stats`: what was predicted beside what was measured, on standard error."""
 
-from collections.abc import Iterator
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -34,7 +36,7 @@ def show_statistics(
     rows = [*memory_rows(plan, measured), *time_rows(summary, measured, least)]
     screen.show(report.comparison(rows))
     for phase, names in streamed_layers(plan):
-        write(f"layers on DISK in {phase}: {report.name_ranges(names)}\n")
+        write(f"layers on DISK in {phase}: {name_ranges(names)}\n")
 
 
 def least_times(job: Job, plan: Plan) -> Floor:
@@ -84,3 +86,20 @@ def time_rows(
     if measured.tokens:
         yield "new tokens", "", str(measured.tokens)
         yield "tokens per second", "", f"{tokens_per_second(measured):.2f}"
+
+
+def name_ranges(names: Iterable[str]) -> str:
+    """Names with runs of numbers drawn together: `decoder.layers.3-9, head.0`."""
+    found: dict[str, list[int]] = {}
+    for name in names:
+        match = re.fullmatch(r"(.+)\.(\d+)", name)
+        found.setdefault(match[1] if match else name, []).extend([int(match[2])] if match else [])
+    return ", ".join(
+        stem + (f".{ranges(numbers)}" if numbers else "") for stem, numbers in found.items()
+    )
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    runs = itertools.groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
+    spans = [[number for _, number in run] for _, run in runs]
+    return ",".join(f"{s[0]}-{s[-1]}" if len(s) > 1 else str(s[0]) for s in spans)
