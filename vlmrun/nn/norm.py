@@ -31,23 +31,17 @@ class CastRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.weight.to(x.dtype) * self.scaled(x).to(x.dtype)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """x over its root mean square, in float32."""
         wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight.to(x.dtype) * wide.to(x.dtype)
+        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
 
 
-class CastGemmaNorm(nn.Module):
+class CastGemmaNorm(CastRMSNorm):
     """Gemma's root-mean-square norm: the weight is what is added to 1, and all of it is computed
     in float32."""
 
-    weight: Tensor
-
-    def __init__(self, width: int, *, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
-        self.eps = eps
-
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * (1.0 + self.weight.float())).to(x.dtype)
+        return (self.scaled(x) * (1.0 + self.weight.float())).to(x.dtype)

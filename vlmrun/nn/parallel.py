@@ -8,26 +8,18 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 from vlmrun.errors import ImageError
-from vlmrun.nn.linear import linear
+from vlmrun.nn.linear import CastLinear, linear
 
 PATIENCE = timedelta(minutes=30)  # a process may read weights from a slow disk for long
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(CastLinear):
     """A linear layer of which every process has some columns of the weight, and the features
     of the input that these meet. One all-reduce adds the parts up; the bias is added after.
     """
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., K / processes]; gives [..., N], the same in every process."""
