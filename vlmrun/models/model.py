@@ -27,6 +27,7 @@ from vlmrun.models.source import (
     fetch_model,
     resolve_source,
 )
+from vlmrun.models.towers import filed_path
 
 CATALOGUE = Path(__file__).parent.parent / "data" / "catalogue.json"
 
@@ -210,7 +211,7 @@ def check_places(architecture: Architecture, places: Mapping[str, Place]) -> Non
     expected = {path: s for block in architecture.blocks for path, s in block.tensors.items()}
     complain(
         "missing from the checkpoint",
-        sorted(expected.keys() - places.keys()),
+        sorted({filed_path(path) for path in expected.keys() - places.keys()}),
         "the download is incomplete, or config.json is of another model",
     )
     complain(

@@ -5,6 +5,7 @@ before the first block.
 """
 
 import math
+import re
 from collections.abc import Mapping
 
 from vlmrun.errors import UnsupportedModel, UsageError
@@ -39,6 +40,11 @@ FUSED_HEAD = (
         (r"\1.q_proj.\2", r"\1.k_proj.\2", r"\1.v_proj.\2"),
     ),
 )
+
+
+def filed_path(path: str) -> str:
+    """A module path of ours as files spell it."""
+    return re.sub(r"(head\.attention)\.[qkv]_proj\.(\w+)$", r"\1.in_proj_\2", path)
 
 
 def linear(path: str, wide: int, narrow: int) -> dict[str, Shape]:
