@@ -151,28 +151,52 @@ def store(numbers: np.ndarray, dtype: Dtype) -> np.ndarray:
 
 
 def write_processor(folder: Path, config: Json) -> None:
-    side = config["vision_config"]["image_size"]
-    chats = config["model_type"] == "llava_onevision"
+    chats = family_of(config).task == "caption"
     demo = DATA / DEMOS["demo" if chats else "demo-siglip"]
-    image = read_json(demo / "preprocessor_config.json") | {"size": {"height": side, "width": side}}
     tokens = read_json(demo / "tokenizer_config.json")
     vocabulary = read_json(demo / "tokenizer.json")
     if chats:
-        image["image_grid_pinpoints"] = config["image_grid_pinpoints"]
-        patches = (side // config["vision_config"]["patch_size"]) ** 2
-        processor = read_json(demo / "processor_config.json") | {"num_image_tokens": patches}
-        write_json(folder / "processor_config.json", processor)
-        (folder / "chat_template.jinja").write_bytes((demo / "chat_template.jinja").read_bytes())
-        tokens["model_max_length"] = 32768
+        write_chat(folder, demo, config)
+        tokens |= {"model_max_length": 32768, "bos_token": "<|im_start|>"}
         ids = widen(vocabulary, config)
-        ends = {"bos": "<|endoftext|>", "pad": "<|endoftext|>", "eos": "<|im_end|>"}
+        ends = {"bos": "<|im_start|>", "pad": "<|endoftext|>", "eos": "<|im_end|>"}
         generation = {f"{kind}_token_id": ids[token] for kind, token in ends.items()}
         write_json(folder / "generation_config.json", generation)
     else:
         tokens["model_max_length"] = 64
+    image = read_json(demo / "preprocessor_config.json") | picture_settings(config)
     write_json(folder / "preprocessor_config.json", image)
     write_json(folder / "tokenizer_config.json", tokens)
     write_json(folder / "tokenizer.json", vocabulary)
+
+
+def write_chat(folder: Path, demo: Path, config: Json) -> None:
+    """The demo's chat template, and what OneVision's processor is told."""
+    template = (demo / "chat_template.jinja").read_bytes()
+    (folder / "chat_template.jinja").write_bytes(template)
+    if config["model_type"] == "llava_onevision":
+        vision = config["vision_config"]
+        patches = (vision["image_size"] // vision["patch_size"]) ** 2
+        processor = read_json(demo / "processor_config.json") | {"num_image_tokens": patches}
+        write_json(folder / "processor_config.json", processor)
+
+
+def picture_settings(config: Json) -> Json:
+    """How the family's own image processor cuts pictures for the tower."""
+    vision, kind = config["vision_config"], family_of(config).image_processors[0]
+    if config["model_type"] == "siglip2":
+        return {"image_processor_type": kind, "patch_size": 16, "max_num_patches": 256}
+    if vision["model_type"] == "clip_vision_model" and config["model_type"] == "llava":
+        kind = "CLIPImageProcessor"
+    elif config["model_type"] in ("llava", "paligemma"):
+        kind = "SiglipImageProcessor"
+    side = vision["image_size"]
+    square = {"height": side, "width": side}
+    settings: Json = {"image_processor_type": kind, "size": square}
+    if kind in ("CLIPImageProcessor", "LlavaNextImageProcessor"):
+        settings |= {"size": {"shortest_edge": side}, "do_center_crop": True, "crop_size": square}
+    grid = config.get("image_grid_pinpoints")
+    return settings if grid is None else settings | {"image_grid_pinpoints": grid}
 
 
 def widen(tokenizer: Json, config: Json) -> dict[str, int]:

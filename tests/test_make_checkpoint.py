@@ -20,7 +20,7 @@ def make(name: str, folder: Path, dtype: str) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["siglip", "llava-onevision-0.5b"])
+@pytest.mark.parametrize("name", ["siglip", "llava-onevision-0.5b", "llava-1.5-7b"])
 def test_transformers_loads_every_tensor(name: str, tmp_path: Path) -> None:
     folder = make(name, tmp_path, "float16")
     kind = json.loads((folder / "config.json").read_text())["architectures"][0]
