@@ -27,6 +27,7 @@ from vlmrun.models.families import family_of
 from vlmrun.models.layer import Shape
 from vlmrun.models.model import read_catalogue
 from vlmrun.models.source import ALIASES, DATA, DEMOS
+from vlmrun.models.towers import filed_shapes
 
 SHARD_BYTES = 5_000_000_000
 PIECE = 1 << 22  # numbers drawn at a time
@@ -73,7 +74,8 @@ def hub_tensors(config: Json) -> dict[str, Shape]:
     architecture = family_of(config).architecture(config)
     paths = {path: shape for block in architecture.blocks for path, shape in block.tensors.items()}
     shared = set(architecture.ties.values())
-    return {hub_name(path): shape for path, shape in paths.items() if path not in shared}
+    filed = filed_shapes({path: shape for path, shape in paths.items() if path not in shared})
+    return {hub_name(path): shape for path, shape in filed.items()}
 
 
 def hub_name(path: str) -> str:

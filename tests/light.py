@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,16 +96,6 @@ def module_tensors(config: Mapping[str, Any], dtype: str = "F32") -> dict[str, t
         for path, shape in block.tensors.items()
         if path not in architecture.ties.values()
     }
-
-
-def stock_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Module paths and shapes as transformers has them: the three projections of the pooling
-    head are one tensor there."""
-    found: dict[str, tuple[int, ...]] = {}
-    for path, shape in shapes.items():
-        fused = re.sub(r"(head\.attention)\.[qkv]_proj\.(\w+)$", r"\1.in_proj_\2", path)
-        found[fused] = (3 * shape[0], *shape[1:]) if fused != path else tuple(shape)
-    return found
 
 
 def renamed(path: str, renames: Mapping[str, str]) -> str:

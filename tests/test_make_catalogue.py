@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from light import stock_shapes
 
 from vlmrun.models.aliases import ALIASES
 from vlmrun.models.families import family_of
 from vlmrun.models.listed import look_up
 from vlmrun.models.model import CATALOGUE, read_catalogue
+from vlmrun.models.towers import filed_shapes
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "make_catalogue.py"
 MILLIONS: dict[str, float] = {  # of parameters, ties once, counted elsewhere
@@ -90,7 +90,7 @@ def test_parameters_as_transformers_counts_them(alias: str) -> None:
     architecture = family_of(entry["config"]).architecture(entry["config"])
     expected = {path: s for block in architecture.blocks for path, s in block.tensors.items()}
     named = module.named_parameters(remove_duplicate=False)
-    assert {name: tuple(parameter.shape) for name, parameter in named} == stock_shapes(expected)
+    assert {name: tuple(parameter.shape) for name, parameter in named} == filed_shapes(expected)
     unique = sum(parameter.numel() for parameter in module.parameters())
     assert unique == look_up(alias).parameters
     exact = 0.05 if MILLIONS[alias] < 2000 else 0.5

@@ -11,7 +11,6 @@ from light import (
     TINY_SIGLIP,
     TINY_VISION,
     changed,
-    stock_shapes,
     words,
 )
 
@@ -20,6 +19,7 @@ from vlmrun.models import decoders, multimodal, onevision, siglip, towers
 from vlmrun.models.families import FAMILIES, family_of
 from vlmrun.models.family import Config, Detail, View
 from vlmrun.models.shapes import Architecture
+from vlmrun.models.towers import filed_shapes
 
 VISION_ALONE = {**SIGLIP["vision_config"]}
 SHAPES: dict[str, Config] = {
@@ -83,7 +83,7 @@ def test_blocks_hold_every_tensor_of_the_stock_model_once(name: str) -> None:
     assert len(paths) == len(set(paths))
     assert len({block.name for block in blocks}) == len(blocks)
     found = {path: shape for block in blocks for path, shape in block.tensors.items()}
-    assert stock_shapes(found) == meta_shapes(config)
+    assert filed_shapes(found) == meta_shapes(config)
 
 
 @pytest.mark.parametrize("name", ["siglip so400m", "vision so400m", "onevision, untied"])
@@ -100,7 +100,7 @@ def test_a_block_lies_below_the_module_that_runs_it(name: str) -> None:
         runner = module.get_submodule(block.module)
         own = {f"{block.module}.{name}" for name, _ in runner.named_parameters() if block.module}
         # what no module below it runs: the newline vector beside the projector, the two scores
-        tensors = set(stock_shapes(block.tensors))
+        tensors = set(filed_shapes(block.tensors))
         assert tensors - own <= {"model.image_newline", "logit_scale", "logit_bias"}
         assert own <= tensors
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from light import TINY_VISION, changed, model_of, stock_shapes, words
+from light import TINY_VISION, changed, model_of, words
 from test_families import meta_shapes
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -11,6 +11,7 @@ from vlmrun.errors import CheckpointError, UnsupportedModel, VlmrunError
 from vlmrun.models import llava, llava_next
 from vlmrun.models.families import family_of
 from vlmrun.models.family import Config, View
+from vlmrun.models.towers import filed_shapes
 
 TEXT = {
     "model_type": "llama",
@@ -56,7 +57,7 @@ def test_blocks_hold_every_tensor_of_the_stock_model_once(name: str) -> None:
     paths = [path for block in blocks for path in block.tensors]
     assert len(paths) == len(set(paths))
     found = {path: shape for block in blocks for path, shape in block.tensors.items()}
-    assert stock_shapes(found) == meta_shapes(config)
+    assert filed_shapes(found) == meta_shapes(config)
 
 
 def test_defaults_are_those_of_the_stock_classes() -> None:

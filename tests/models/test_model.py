@@ -21,7 +21,6 @@ from light import (
     model_of,
     module_tensors,
     renamed,
-    stock_shapes,
     words,
     write_folder,
     write_safetensors,
@@ -43,6 +42,7 @@ from vlmrun.models.model import (
     read_model,
     row_layers,
 )
+from vlmrun.models.towers import filed_shapes
 
 UNTIED = changed(TINY_ONEVISION, "text_config", tie_word_embeddings=False)
 TIED_AT_THE_TOP = {**UNTIED, "tie_word_embeddings": True}
@@ -118,7 +118,7 @@ def test_every_tensor_lies_where_transformers_puts_it(name: str, tmp_path: Path)
     stock = stock_class.from_pretrained(folder).state_dict()
     weights = [weight for layer in model.layers for weight in layer.weights]
     whole = {re.sub(r"blocks\.\d+\.", "", weight.path): weight.shape for weight in weights}
-    assert stock_shapes(whole).keys() == stock.keys()
+    assert filed_shapes(whole).keys() == stock.keys()
     parts = {path: part for name, found in stock.items() for path, part in unfused(name, found)}
     for weight in weights:
         info = model.checkpoint.tensors[weight.key]

@@ -3,12 +3,13 @@
 from typing import Any
 
 import pytest
-from light import TINY_TEXT, TINY_VISION, changed, model_of, stock_shapes, words
+from light import TINY_TEXT, TINY_VISION, changed, model_of, words
 
 from vlmrun.errors import CheckpointError
 from vlmrun.models import siglip, siglip2
 from vlmrun.models.families import family_of
 from vlmrun.models.family import Config, View
+from vlmrun.models.towers import filed_shapes
 
 TINY_NAFLEX_VISION = {
     **{name: value for name, value in TINY_VISION.items() if name != "image_size"},
@@ -43,7 +44,7 @@ def test_blocks_hold_every_tensor_of_the_stock_model_once(name: str) -> None:
     paths = [path for b in family.architecture(config).blocks for path in b.tensors]
     found = {path: s for b in family.architecture(config).blocks for path, s in b.tensors.items()}
     assert len(paths) == len(found)
-    assert stock_shapes(found) == {k: tuple(t.shape) for k, t in stock.state_dict().items()}
+    assert filed_shapes(found) == {k: tuple(t.shape) for k, t in stock.state_dict().items()}
 
 
 def test_defaults_are_those_of_the_stock_classes() -> None:

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import transformers
-from light import stock_shapes
 from torch import Tensor, nn
 from transformers.models.siglip.modeling_siglip import SiglipMultiheadAttentionPoolingHead
 
 from vlmrun.errors import UnsupportedModel
+from vlmrun.models.towers import filed_shapes
 from vlmrun.nn.attention import CastMultiheadAttention
 from vlmrun.nn.embedding import CastEmbedding, CastPatches, PatchEmbedding
 from vlmrun.nn.linear import CastLinear
@@ -143,7 +143,7 @@ def test_every_parameter_of_a_family_is_ours_or_its_root(name: str) -> None:
         shapes = {path: tuple(value.shape) for path, value in model.named_parameters()}
         swap_layers(model, torch.float32)
     found = {path: tuple(value.shape) for path, value in model.named_parameters()}
-    assert stock_shapes(found) == shapes
+    assert filed_shapes(found) == shapes
     loose = {
         path for path in found if type(model.get_submodule(path.rpartition(".")[0])) not in OURS
     }

@@ -47,6 +47,15 @@ def filed_path(path: str) -> str:
     return re.sub(r"(head\.attention)\.[qkv]_proj\.(\w+)$", r"\1.in_proj_\2", path)
 
 
+def filed_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Tensors as files hold them: the three projections of the pooling head are one there."""
+    found: dict[str, Shape] = {}
+    for path, shape in shapes.items():
+        filed = filed_path(path)
+        found[filed] = shape if filed == path else (3 * shape[0], *shape[1:])
+    return found
+
+
 def linear(path: str, wide: int, narrow: int) -> dict[str, Shape]:
     """Tensors of a linear layer from `narrow` inputs to `wide` outputs."""
     return {f"{path}.weight": (wide, narrow), f"{path}.bias": (wide,)}
