@@ -1,5 +1,6 @@
 """`vlmrun caption` with the packaged model: streams, rows, exit codes, signals."""
 
+import errno
 import hashlib
 import json
 import os
@@ -7,7 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from io import TextIOWrapper
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,61 @@ def test_failures_show_beside_the_bar(
     done = caption(three[0], broken, "-b", "1", terminals="stderr")
     assert f"vlmrun: {broken}: " in done.err.replace("\r", "\n")
     assert done.code == 3
+
+
+def test_a_terminal_that_is_gone_does_not_end_a_run(
+    three: list[Path], broken: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neither the bar, nor the failure shown beside it, nor the statistics."""
+
+    class Gone(TextIOWrapper):
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    for broken_stream in (Gone(BytesIO()), os.fdopen(writer, "w")):
+        output = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
+        with monkeypatch.context() as patch:
+            patch.setenv("TERM", "xterm")
+            patch.setattr(sys, "stderr", broken_stream)
+            argv = ["caption", "-m", "demo", "-b", "1", "--stats", "-o", str(output)]
+            assert main([*argv, str(three[0]), str(broken), str(three[1])]) == 3
+        assert len(output.read_text().splitlines()) == 3
+    os.dup2(os.open(os.devnull, os.O_WRONLY), writer)
+    broken_stream.close()
+
+
+def test_a_name_that_is_empty(caption: Command, three: list[Path]) -> None:
+    assert caption("", three[0], "-q").err.splitlines()[0] == "vlmrun: '': no such file"
+
+
+def test_a_file_called_as_standard_input_is_itself(
+    caption: Command, three: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("-").write_bytes(three[1].read_bytes())
+    Path("list").write_text("-\n")
+    done = caption("-", "--files-from", "list", stdin=three[2].read_bytes())
+    assert done.lines == ["-\ta red apple", "./-\ta strawberry"]
+
+
+def test_an_output_that_is_lost_is_an_error(
+    caption: Command, three: list[Path], tmp_path: Path
+) -> None:
+    output = tmp_path / "rows.jsonl"
+
+    def lose(name: str) -> None:
+        if name == "stderr" and output.exists():
+            output.unlink()
+
+    done = caption(three[0], "no such file", three[1], "-b", "1", "-o", output, watch=lose)
+    assert done.code == 1
+    assert f"error: {output} was deleted while it was being written" in done.err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_closed_pipe_ends_a_run_quietly(

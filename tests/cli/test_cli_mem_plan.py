@@ -14,8 +14,8 @@ from commands import Command
 from PIL import Image
 
 import vlmrun as package
-from vlmrun.cli import Command as Parsed
-from vlmrun.cli import parse
+from vlmrun.cli.command import Command as Parsed
+from vlmrun.cli.program import parse
 from vlmrun.models.family import View
 from vlmrun.models.model import describe_model
 

@@ -1,5 +1,6 @@
 """What every command shares: help, bad usage, streams that are closed, errors in two lines."""
 
+import importlib
 import os
 import sys
 from io import TextIOWrapper
@@ -9,7 +10,7 @@ import pytest
 from commands import Command, Done, assert_refused
 
 import vlmrun as package
-from vlmrun.cli import main
+from vlmrun.cli import main, program
 
 COMMANDS = ("caption", "embed", "mem-plan")
 PICTURE = Path(package.__file__).parent / "data/pictures/elephant.png"
@@ -101,6 +102,9 @@ def test_flags_that_are_not_built_are_not_accepted(
         (["caption", "--system", "caf\udce9"], "--system is not valid UTF-8"),
         (["caption", "--prompt-file", "/nowhere/prompt"], "--prompt-file /nowhere/prompt: No such"),
         (["caption", "-b", "0"], "--batch-size 0"),
+        (["caption", "-b", "9" * 5000], "--batch-size 9999"),
+        (["caption", "--device", "cuda:" + "9" * 5000], "unknown device 'cuda:9999"),
+        (["embed", "--output-kind", "hidden:-" + "9" * 5000], "unknown output kind 'hidden:-9999"),
         (["caption", "-b", "two"], "--batch-size two"),
         (["caption", "--dtype", "int8"], "--dtype: unknown dtype 'int8'"),
         (["caption", "--compute-dtype", "half"], "--compute-dtype: unknown dtype 'half'"),
@@ -259,6 +263,53 @@ def test_a_closed_standard_output_is_an_error(
     for argv in ["caption", "-m", "./no-such-model", str(PICTURE)], ["mem-plan", "-m", "demo"]:
         done = Done(main(argv), b"", capsys.readouterr().err)
         assert_refused(done, "standard output is closed")
+
+
+@pytest.mark.parametrize("buffering", [-1, 0])
+@pytest.mark.parametrize("argv", ["--version", "--help", "models", "mem-plan -m demo --json"])
+def test_a_full_disk_behind_standard_output_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: str, buffering: int
+) -> None:
+    binary = open("/dev/full", "wb", buffering=buffering)  # noqa: SIM115
+    stream = TextIOWrapper(binary, encoding="utf-8", write_through=not buffering)
+    monkeypatch.setattr(sys, "stdout", stream)
+    done = Done(main(argv.split()), b"", capsys.readouterr().err)
+    assert_refused(done, "standard output cannot be written: No space left on device")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), binary.fileno())  # what is buffered must go
+    stream.close()
+
+
+def test_a_library_that_does_not_take_its_settings_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As huggingface_hub for HF_HUB_DOWNLOAD_TIMEOUT=abc, and torch for PYTORCH_JIT=x."""
+    (tmp_path / "a_library.py").write_text("import another_library\n")
+    (tmp_path / "another_library.py").write_text("int('abc')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(program, "flush_results", lambda: importlib.import_module("a_library"))
+    done = Done(main(["--version"]), b"", capsys.readouterr().err)
+    assert_refused(done, "another_library cannot be imported: ValueError", hint="the environment")
+
+
+def test_a_working_directory_that_is_gone_is_bad_usage(
+    vlmrun: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    done = vlmrun("embed", PICTURE, "-m", "demo-siglip", "-o", tmp_path / "x.npy")
+    assert_refused(done, "the working directory cannot be found", hint="cd to", code=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_of_files_neither_break_a_line_nor_drive_the_terminal(
+    vlmrun: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "a\n\x1b[31m\x9b.png").write_bytes(b"no picture")
+    (tmp_path / "b.png").write_bytes(PICTURE.read_bytes())
+    done = vlmrun("mem-plan", "-m", "demo", tmp_path)
+    (line,) = done.err.splitlines()
+    assert line.startswith(f"vlmrun: {tmp_path}/a\\n\\x1b[31m\\x9b.png: ")
 
 
 def test_a_closed_standard_error_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

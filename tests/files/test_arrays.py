@@ -61,7 +61,9 @@ def test_array_has_the_finished_rows_and_the_index_all(tmp_path, name, committed
     with writer(output) as opened:
         for row in ROWS:
             opened.write(row)
-        assert left(tmp_path) == [f"{name}.jsonl", f"{name}.lock", f"{name}.part"]
+        assert left(tmp_path) == [
+            f"{name}{ending}" for ending in (".jsonl", ".jsonl.lock", ".lock", ".part")
+        ]
         assert len(index_of(output)) == len(ROWS), "appended row by row"
         assert (tmp_path / f"{name}.part").read_bytes() == VECTORS.tobytes()
         if committed:
@@ -156,19 +158,90 @@ def test_failures_alone_make_an_index_and_no_array(tmp_path):
 
 
 @pytest.mark.parametrize("old", [["v.npy", "v.npy.jsonl"], ["v.npy"], ["v.npy.jsonl"]])
-def test_overwriting_waits_for_the_first_finished_row(tmp_path, old):
+def test_overwriting_waits_for_the_whole_array(tmp_path, old):
     output = tmp_path / "v.npy"
     for name in old:
         (tmp_path / name).write_bytes(b"old")
+        (tmp_path / name).chmod(0o600)
+    opened = writer(output, exists="overwrite")
+    opened.write(FAILURE)
+    opened.write(embedding())
+    mine = {path.name for path in tmp_path.iterdir()} - set(old)
+    locks = {"v.npy.lock", "v.npy.jsonl.lock"}
+    assert mine == {"v.npy.part", "v.npy.jsonl.part"} | locks
+    assert {(tmp_path / name).read_bytes() for name in old} == {b"old"}
+    with full_disk(10), pytest.raises(OutputError, match="File too large"):
+        opened.commit()
+    opened.close()
+    assert {path.name for path in tmp_path.iterdir()} - set(old) == mine - locks
+    assert {(tmp_path / name).read_bytes() for name in old} == {b"old"}
+
+    for name in mine - locks:
+        (tmp_path / name).unlink()
     with writer(output, exists="overwrite") as opened:
         opened.write(FAILURE)
-        assert left(tmp_path) == sorted([*old, "v.npy.lock"])
-        for name in old:
-            assert (tmp_path / name).read_bytes() == b"old"
         opened.write(embedding())
-        assert not output.exists(), "an array never stands beside the index of another"
-        assert len(index_of(output)) == 2
     assert read(output).shape == (1, 5)
+    assert len(index_of(output)) == 2
+    assert left(tmp_path) == ["v.npy", "v.npy.jsonl"]
+    assert {(tmp_path / name).stat().st_mode & 0o777 for name in old} == {0o600}
+
+
+@pytest.mark.parametrize("ending", [".part", ".new", ".lock", ".jsonl.part", ".jsonl.lock"])
+def test_what_bears_a_name_that_a_run_needs_stays(tmp_path, ending):
+    (tmp_path / f"v.npy{ending}").write_bytes(b"precious")
+    with pytest.raises(OutputError, match=rf"v\.npy{ending} is in the way: .* writes v\.npy"):
+        writer(tmp_path / "v.npy", exists="overwrite")
+    assert left(tmp_path) == [f"v.npy{ending}"]
+    assert (tmp_path / f"v.npy{ending}").read_bytes() == b"precious"
+
+
+def test_vectors_of_a_killed_run_are_named_before_anything_else(tmp_path):
+    for name in ["v.npy.jsonl", "v.npy.part"]:
+        (tmp_path / name).write_bytes(b"rows")
+    with pytest.raises(OutputError, match=r"v\.npy\.part is in the way") as caught:
+        writer(tmp_path / "v.npy")
+    assert "a run that was killed" in caught.value.hint
+
+
+def test_an_array_and_its_index_are_not_written_by_two_runs(tmp_path):
+    with (
+        writer(tmp_path / "v.npy"),
+        pytest.raises(OutputError, match=r"v\.npy\.jsonl is being written by another run"),
+    ):
+        writer(tmp_path / "v.npy.jsonl")
+    with (
+        writer(tmp_path / "v.npy.jsonl"),
+        pytest.raises(OutputError, match=r"v\.npy\.jsonl is being written by another run"),
+    ):
+        writer(tmp_path / "v.npy")
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["v.npy.part", "v.npy.jsonl"])
+@pytest.mark.parametrize("emptied", [True, False])
+def test_files_that_are_lost_during_a_run_are_an_error(tmp_path, name, emptied):
+    opened = writer(tmp_path / "v.npy")
+    opened.write(embedding())
+    (tmp_path / name).write_bytes(b"") if emptied else (tmp_path / name).unlink()
+    words = "cut short" if emptied else "deleted"
+    with pytest.raises(OutputError, match=f"{name} was {words} while it was being written"):
+        opened.commit()
+    opened.close()
+    assert not (tmp_path / "v.npy").exists()
+    assert (tmp_path / "v.npy.part").exists() == (emptied or name != "v.npy.part")
+
+
+def test_an_array_that_came_meanwhile_is_not_touched(tmp_path):
+    opened = writer(tmp_path / "v.npy")
+    opened.write(embedding())
+    (tmp_path / "v.npy").write_bytes(b"precious")
+    with pytest.raises(OutputError, match=r"v\.npy exists now") as caught:
+        opened.commit()
+    opened.close()
+    assert (tmp_path / "v.npy").read_bytes() == b"precious"
+    assert f"kept in {tmp_path / 'v.npy.part'}" in caught.value.message
+    assert left(tmp_path) == ["v.npy", "v.npy.jsonl", "v.npy.part"]
 
 
 def test_failures_alone_never_replace_old_results(tmp_path):
@@ -181,17 +254,17 @@ def test_failures_alone_never_replace_old_results(tmp_path):
     assert {path.read_bytes() for path in tmp_path.iterdir()} == {b"old"}
 
 
-@pytest.mark.parametrize(("limit", "old_kept"), [(10, True), (25, False)])
-def test_full_disk_while_writing(tmp_path, limit, old_kept):
-    """No room for the vector (20 bytes): the old array stays. Room for it, but not the index."""
+@pytest.mark.parametrize("limit", [10, 25])
+def test_full_disk_while_writing(tmp_path, limit):
+    """No room for the vector (20 bytes), or room for it, but not for its line of the index."""
     output = tmp_path / "v.npy"
     output.write_bytes(b"old")
     opened = writer(output, exists="overwrite")
     with full_disk(limit), pytest.raises(OutputError, match="written: File too large"):
         opened.write(embedding())
     opened.close()
-    assert output.exists() == old_kept
-    assert not (tmp_path / "v.npy.lock").exists()
+    assert output.read_bytes() == b"old"
+    assert left(tmp_path) == ["v.npy"]
 
 
 @pytest.mark.parametrize("name", ["v.npy", "v.npz", "v.safetensors"])
@@ -205,6 +278,9 @@ def test_full_disk_while_the_array_is_built(tmp_path, name):
     assert caught.value.exit_code == 1
     assert left(tmp_path) == [f"{name}.jsonl", f"{name}.part"], "the vectors are kept"
     assert (tmp_path / f"{name}.part").read_bytes() == row.vector.tobytes()
+    assert caught.value.message.endswith(f"its vectors are kept in {tmp_path / name}.part")
+    call = caught.value.hint.partition("; ")[2].removesuffix(" reads them")
+    assert np.array_equal(eval(call, {"numpy": np}), row.vector[None])
 
 
 def test_row_that_failed_half_way_does_not_shift_the_next(tmp_path):

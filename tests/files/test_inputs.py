@@ -177,7 +177,7 @@ def test_null_separated_names_may_hold_line_breaks(tree):
 
 def test_list_comes_after_names_and_takes_names_literally(tree):
     inputs = find_inputs(["b.jpg"], files_from="-", stdin=BytesIO(b"album\n*.jpg\n-\n"))
-    assert inputs.images == tuple(map(ImageInput, ["b.jpg", "album", "*.jpg", "-"]))
+    assert inputs.images == tuple(map(ImageInput, ["b.jpg", "album", "*.jpg", "./-"]))
     assert not inputs.single
 
 
@@ -234,3 +234,32 @@ def test_names_that_are_not_utf8_open_their_file(tree):
     [image] = find_inputs([ODD]).images
     with pytest.raises(ImageError, match="starts with b'no picture'"):
         decode_image(image, options=DecodeOptions())
+
+
+@pytest.mark.parametrize("named", ["*", "?"])
+def test_a_file_called_as_standard_input_is_told_from_it(tmp_path, monkeypatch, named):
+    monkeypatch.chdir(tmp_path)
+    Path("-").write_bytes(b"in a file")
+    inputs = find_inputs(["-", named], stdin=BytesIO(b"on stdin"))
+    assert inputs.images == (ImageInput("-", b"on stdin"), ImageInput("./-"))
+
+
+def test_a_pattern_stays_out_of_linked_folders(tmp_path, monkeypatch):
+    """As -r does; two links to a folder above would be 2**40 paths."""
+    for name in ("in/a.png", "in/sub/b.png", "in/.hidden/c.png", "elsewhere/d.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    for name in ("one", "two"):
+        (tmp_path / "in/sub" / name).symlink_to(tmp_path / "in")
+    (tmp_path / "in/sub/e.png").symlink_to(tmp_path / "elsewhere/d.png")
+    monkeypatch.chdir(tmp_path)
+    expected = ["in/a.png", "in/sub/b.png", "in/sub/e.png"]
+    for pattern, start in (
+        ("in/**/*.png", ""),
+        ("./in/**/*.png", "./"),
+        (f"{tmp_path}/i?/**/*.png", f"{tmp_path}/"),
+    ):
+        found = [image.path for image in find_inputs([pattern]).images]
+        assert found == [start + name for name in expected]
+    assert [image.path for image in find_inputs(["**/s*/**/b.png"]).images] == ["in/sub/b.png"]
+    assert [image.path for image in find_inputs(["**/b.png"]).images] == ["in/sub/b.png"]

@@ -1,44 +1,75 @@
+"""The lock on an output, and standard output in its odd forms."""
+
 import fcntl
 import os
+import threading
 
 import pytest
 from faults import full_disk
 
 from vlmrun.errors import OutputError
-from vlmrun.files.output import FileSink, OutputLock
+from vlmrun.files.output import OutputLock, StreamSink
 
 
-def test_full_disk_leaves_no_half_row(tmp_path):
-    with full_disk(100):
-        sink = FileSink(tmp_path / "x", replaces=False)
-        sink.write(b"a" * 59 + b"\n", finished=True)
-        for _ in range(2):
-            with pytest.raises(OutputError, match="x cannot be written: File too large"):
-                sink.write(b"b" * 59 + b"\n", finished=True)
-        sink.write(b"c" * 19 + b"\n", finished=True)
-        sink.close()
-    assert (tmp_path / "x").read_bytes() == b"a" * 59 + b"\n" + b"c" * 19 + b"\n"
+@pytest.mark.parametrize("size", [3, 4096])
+def test_a_stream_without_a_buffer_takes_rows_in_parts(size):
+    """As standard output under PYTHONUNBUFFERED, to a pipe that is not waited for."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.set_blocking(writer, False)
+    data = bytes(range(256)) * size * 16
+    read: list[bytes] = []
+
+    def drain() -> None:
+        with os.fdopen(reader, "rb") as file:
+            read.append(file.read())
+
+    thread = threading.Thread(target=drain)
+    with os.fdopen(writer, "wb", buffering=0) as stream:
+        thread.start()
+        StreamSink(stream).write(data, finished=True)
+    thread.join()
+    assert read == [data]
 
 
-def test_full_disk_at_the_first_row_keeps_the_old_file(tmp_path):
-    (tmp_path / "x").write_bytes(b"old")
-    sink = FileSink(tmp_path / "x", replaces=True)
-    with full_disk(100), pytest.raises(OutputError, match="File too large"):
-        sink.write(b"b" * 200, finished=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
-    assert (tmp_path / "x").read_bytes() == b"old"
-    sink.write(b"short", finished=True)
-    sink.close()
-    assert (tmp_path / "x").read_bytes() == b"short"
+def test_a_full_disk_behind_a_stream_without_a_buffer(tmp_path):
+    """It takes the ten bytes that there is room for, and says so only if it is asked again."""
+    with full_disk(10), open(tmp_path / "x", "wb", buffering=0) as stream:
+        sink = StreamSink(stream)
+        sink.write(b"short\n", finished=True)
+        with pytest.raises(OutputError, match="standard output cannot be written: File too large"):
+            sink.write(b"b" * 200 + b"\n", finished=True)
+    assert (tmp_path / "x").stat().st_size == 10
 
 
-def test_file_left_by_a_killed_run_is_no_obstacle(tmp_path):
-    (tmp_path / "x.new").write_bytes(b"half a row that is longer")
-    sink = FileSink(tmp_path / "x", replaces=False)
-    sink.write(b"row\n", finished=True)
-    sink.close()
-    assert (tmp_path / "x").read_bytes() == b"row\n"
-    assert not (tmp_path / "x.new").exists()
+@pytest.mark.parametrize("kind", ["file", "link", "folder", "pipe"])
+def test_what_is_called_as_the_lock_stays(tmp_path, kind):
+    lock, target = tmp_path / "x.lock", tmp_path / "target"
+    target.write_bytes(b"precious")
+    make = {
+        "file": lambda: lock.write_bytes(b"precious"),
+        "link": lambda: lock.symlink_to(target),
+        "folder": lock.mkdir,
+        "pipe": lambda: os.mkfifo(lock),
+    }
+    make[kind]()
+    before = os.lstat(lock)
+    with pytest.raises(OutputError, match=r"x\.lock is in the way") as caught:
+        OutputLock(tmp_path / "x")
+    assert "move it away" in caught.value.hint
+    assert os.path.samestat(os.lstat(lock), before)
+    assert target.read_bytes() == b"precious"
+    assert kind != "file" or lock.read_bytes() == b"precious"
+
+
+def test_a_lock_that_another_run_made_anew_stays(tmp_path):
+    first = OutputLock(tmp_path / "x")
+    (tmp_path / "x.lock").unlink()
+    second = OutputLock(tmp_path / "x")
+    first.release()
+    with pytest.raises(OutputError, match="another run"):
+        OutputLock(tmp_path / "x")
+    second.release()
 
 
 def test_lock_names_an_unknown_holder(tmp_path):

@@ -120,3 +120,12 @@ def test_other_text_stays_as_it_is(text):
 )
 def test_fold(text, folded):
     assert fold(text) == folded
+
+
+def test_no_byte_of_any_field_makes_invalid_json():
+    """As in the name of a model that is a folder."""
+    line = to_json({"model": ODD, "nested": [{"command": f"-m {ODD}"}]})
+    assert json.loads(line) == {
+        "model": "caf\\xe9.jpg",
+        "nested": [{"command": "-m caf\\xe9.jpg"}],
+    }

@@ -258,6 +258,45 @@ def test_second_run_is_told_of_the_first(tmp_path):
     assert left(tmp_path) == ["x.jsonl"]
 
 
+@pytest.mark.parametrize("name", ["x.jsonl", "x.txt"])
+def test_overwriting_keeps_the_mode(tmp_path, name):
+    (tmp_path / name).write_bytes(b"old\n")
+    (tmp_path / name).chmod(0o640)
+    with writer(tmp_path / name, exists="overwrite") as opened:
+        opened.write(caption())
+    assert (tmp_path / name).stat().st_mode & 0o777 == 0o640
+
+
+def test_read_only_results_are_not_replaced(tmp_path):
+    (tmp_path / "x.txt").write_bytes(b"old\n")
+    (tmp_path / "x.txt").chmod(0o400)
+    refused(tmp_path / "x.txt", "is read-only", "chmod u+w", exists="overwrite")
+
+
+def test_overwriting_needs_a_name_that_is_free(tmp_path):
+    (tmp_path / "x.txt").write_bytes(b"old\n")
+    (tmp_path / "x.txt.new").write_bytes(b"precious")
+    refused(tmp_path / "x.txt", r"x\.txt\.new is in the way", exists="overwrite")
+    assert (tmp_path / "x.txt.new").read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("length", [248, 300])
+def test_a_name_that_is_too_long_is_refused_before_the_run(tmp_path, length):
+    """248 letters would do, were it not for the files that lie beside an array."""
+    refused(tmp_path / ("x" * (length - 4) + ".npy"), "File name too long", task="embed")
+
+
+def test_links_that_lead_nowhere(tmp_path):
+    (tmp_path / "a.txt").symlink_to("b.txt")
+    (tmp_path / "b.txt").symlink_to("a.txt")
+    refused(tmp_path / "a.txt", "Too many levels of symbolic links")
+
+
+def test_a_link_to_a_device_is_named_as_it_was_given(tmp_path):
+    (tmp_path / "x.txt").symlink_to("/dev/null")
+    refused(tmp_path / "x.txt", "it is not a regular file", exists="overwrite")
+
+
 def test_lock_of_a_killed_run_is_taken_over(tmp_path):
     output = tmp_path / "x.jsonl"
     with hold(output) as first:

@@ -1,6 +1,7 @@
 """Headers are read and held to the files; whatever is damaged is named."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from light import words, write_header, write_index, write_safetensors
 
 from vlmrun.errors import CheckpointError, UnsupportedModel
-from vlmrun.models.checkpoint import read_checkpoint, read_json, tensors_of
+from vlmrun.models.checkpoint import read_checkpoint, read_file, read_json, tensors_of
 from vlmrun.models.dtype import Dtype
 from vlmrun.models.weight_files import INDEX, OPEN_CLIP, PICKLE, PICKLE_INDEX, SINGLE
 
@@ -334,3 +335,13 @@ def test_a_header_from_the_hub_has_no_file() -> None:
         CheckpointError, match=r"^the safetensors header has a damaged entry for b$"
     ):
         tensors_of({"b": {}}, None, 0)
+
+
+@pytest.mark.parametrize("read", [read_json, read_file])
+@pytest.mark.parametrize("name", ["a.safetensors", "a.bin", "a.json"])
+def test_a_pipe_is_not_waited_for(
+    tmp_path: Path, read: Callable[[Path], object], name: str
+) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
+        read(tmp_path / name)

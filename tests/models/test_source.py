@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,39 @@ class TestLocal:
         assert source.folder.samefile("model")
         assert (source.name, source.complete) == ("model", True)
         assert (source.repo_id, source.revision) == (None, None)
+
+    def test_a_name_that_is_not_utf8_is_refused(self, single_file: Path) -> None:
+        name = os.fsdecode(b"./caf\xe9")
+        shutil.copytree(single_file, name)
+        with pytest.raises(SourceError, match="the name of a model is not valid UTF-8"):
+            resolve_source(name)
+
+    @pytest.mark.parametrize("name", ["preprocessor_config.json", "tokenizer.json", "spiece.model"])
+    def test_a_pipe_in_place_of_a_file_is_refused(self, single_file: Path, name: str) -> None:
+        shutil.copytree(single_file, "model")
+        Path("model", name).unlink(missing_ok=True)
+        os.mkfifo(f"model/{name}")
+        with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
+            resolve_source("./model")
+
+    def test_a_folder_that_may_not_be_read_is_not_called_empty(
+        self, single_file: Path, tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "here" / "model"
+        shutil.copytree(single_file, folder)
+        folder.chmod(0)
+        for above in folder.parents:  # somebody else must come this far
+            if above.is_relative_to(tmp_path.parent.parent):
+                above.chmod(0o755)
+        user = os.geteuid()
+        if user == 0:  # root may read everywhere, so try as somebody else
+            os.seteuid(65534)
+        try:
+            with pytest.raises(CheckpointError, match=r"cannot read .*model: Permission denied"):
+                resolve_source(str(folder))
+        finally:
+            os.seteuid(user)
+            folder.chmod(0o755)
 
     @pytest.mark.parametrize(
         "spec", ["tower.safetensors", "{tmp}/here/tower.safetensors", "~/tower.safetensors"]

@@ -22,7 +22,7 @@ from vlmrun.errors import UsageError
 from vlmrun.job import Job
 
 of_vectors = partial(typer.Option, rich_help_panel="Vectors")
-KINDS = re.compile(r"pooled|last-hidden|hidden:-?\d+")
+KINDS = re.compile(r"pooled|last-hidden|hidden:-?[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True)

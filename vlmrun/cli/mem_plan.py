@@ -20,7 +20,7 @@ from vlmrun.cli.options import (
     of_output,
     placing,
 )
-from vlmrun.cli.screen import Screen, results, show_result
+from vlmrun.cli.screen import Screen, show_result, write_result
 from vlmrun.cli.texts import check_text
 from vlmrun.errors import ImageError, OutOfBudget, UsageError
 from vlmrun.files.images import read_size
@@ -180,7 +180,7 @@ def show(
     rates = assumed_rates(plan)
     least = floor(plan, model, rates=rates)
     if wanted.json:
-        results().buffer.write(to_json(report.plan_fields(plan, least, command)))
+        write_result(to_json(report.plan_fields(plan, least, command)))
         return
     shown = report.plan_report(
         plan,

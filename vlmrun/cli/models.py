@@ -7,7 +7,7 @@ import typer
 
 from vlmrun.cli.command import Command, takes_flags
 from vlmrun.cli.options import TalkFlags, of_output
-from vlmrun.cli.screen import results, show_result
+from vlmrun.cli.screen import show_result, write_result
 from vlmrun.files.rows import to_json
 from vlmrun.models.listed import NAMES, look_up
 
@@ -36,7 +36,7 @@ def models(wanted: ListFlags, talk: TalkFlags) -> Command:
         found = [look_up(name) for name in wanted.names or NAMES]
         if wanted.json:
             for each in found:
-                results().buffer.write(to_json(listing.listed_fields(each)))
+                write_result(to_json(listing.listed_fields(each)))
             return 0
         shown = listing.details(found) if wanted.names else listing.listing(found)
         show_result(shown, no_color=talk.no_color)

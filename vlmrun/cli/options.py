@@ -276,6 +276,6 @@ def parse_batch_size(text: str) -> int | None:
     """
     if text == "auto":
         return None
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
+    if not re.fullmatch(r"0*[1-9][0-9]{0,8}", text):
         raise UsageError(f"--batch-size {text}: not a positive number", "use auto, 1, 2, 4, …")
     return int(text)

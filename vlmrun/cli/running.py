@@ -1,6 +1,7 @@
 """Drive a run from the command line: follow its summaries, show them, choose the exit code."""
 
 import io
+import os
 import sys
 from collections.abc import Generator
 from contextlib import closing
@@ -62,6 +63,7 @@ def run_inputs(
     Raises:
         UsageError, OutputError: as `open_writer`; or standard output is closed.
     """
+    check_working_directory()
     silent = follows_another(tp=job.placing.tp)
     nothing = not inputs.images and not job.texts
     notes = inputs.notes or (("nothing to do",) if nothing else ())
@@ -71,26 +73,56 @@ def run_inputs(
         return 0
     if sys.stdout is None and flags.output is None:
         raise OutputError("standard output is closed", "name a file with -o")
-    writer: Writer = LineWriter(StreamSink(io.BytesIO()), lambda row: None)
-    if not silent:
-        writer = open_writer(
-            None if flags.output is None else Path(flags.output),
-            task=job.task,
-            stdout=io.BytesIO() if sys.stdout is None else sys.stdout.buffer,
-            format=flags.chosen_format(),
-            single=inputs.single,
-            prompts=max(1, len(job.prompts)),
-            filenames=filenames,
-            one_line=one_line,
-            exists=flags.exists,
-        )
     job = replace(
         job,
         images=tuple(image.path for image in inputs.images),
         stdin_image=next((i.data for i in inputs.images if i.data is not None), None),
     )
     screen = Screen(talk, results_shown=shown_on_terminal(flags), silent=silent)
-    return run_job(job, writer, screen, flags=flags, talk=talk, command=command)
+    with Signals(quiet=talk.quiet) as signals:
+        writer: Writer = LineWriter(StreamSink(io.BytesIO()), lambda row: None)
+        if not silent:
+            writer = open_output(
+                job, flags, single=inputs.single, filenames=filenames, one_line=one_line
+            )
+        signals.give_up = writer.release
+        with writer:
+            return run_job(job, writer, screen, signals, flags=flags, command=command)
+
+
+def open_output(
+    job: Job, flags: OutputFlags, *, single: bool, filenames: bool | None, one_line: bool
+) -> Writer:
+    """The writer that the flags ask for.
+
+    Raises:
+        UsageError, OutputError: as `open_writer`.
+    """
+    return open_writer(
+        None if flags.output is None else Path(flags.output),
+        task=job.task,
+        stdout=io.BytesIO() if sys.stdout is None else sys.stdout.buffer,
+        format=flags.chosen_format(),
+        single=single,
+        prompts=max(1, len(job.prompts)),
+        filenames=filenames,
+        one_line=one_line,
+        exists=flags.exists,
+    )
+
+
+def check_working_directory() -> None:
+    """Libraries end the process where there is none.
+
+    Raises:
+        UsageError: it was deleted.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError(
+            f"the working directory cannot be found: {error.strerror}", "cd to one that exists"
+        ) from error
 
 
 def shown_on_terminal(flags: OutputFlags) -> bool:
@@ -101,13 +133,13 @@ def run_job(
     job: Job,
     writer: Writer,
     screen: Screen,
+    signals: Signals,
     *,
     flags: OutputFlags,
-    talk: TalkFlags,
     command: str,
 ) -> int:
-    """Run a job to its end, or to the first failure or signal that ends it; `command` is what
-    the statistics call it.
+    """Run a job to its end, or to the first failure or signal that ends it, and close its
+    output; `command` is what the statistics call it.
 
     Returns:
         The exit code: 0 all done, 1 every input failed, 3 some did, 128 + a signal's number.
@@ -116,7 +148,7 @@ def run_job(
 
     steps = run(job, writer, measure=flags.stats, progress=screen.progress_wanted)
     assert isinstance(steps, Generator), "closing it releases the model at once"
-    with writer, Signals(quiet=talk.quiet) as signals, screen, closing(steps):
+    with writer, screen, closing(steps):
         screen.loading(job.placing.model)
         for summary in steps:
             if not signals.computing:
@@ -158,7 +190,8 @@ def follow(screen: Screen, summary: "Summary") -> None:
     for note in summary.notes:
         screen.note(note)
     for failure in summary.failures:
-        screen.error(f"{failure.path or repr(failure.text)}: {failure.message}")
+        name = repr(failure.text) if failure.path is None else failure.path or "''"
+        screen.error(f"{name}: {failure.message}")
     screen.advance(summary.done + summary.failed, summary.total, summary.seconds)
 
 

@@ -1,12 +1,14 @@
-"""Standard error: notes, errors and the progress bar. Standard output: tables that are results."""
+"""Standard error: notes, errors and the progress bar. Standard output: results but for rows."""
 
 import os
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Self, TextIO
+from io import TextIOBase
+from typing import TYPE_CHECKING, Self, TextIO, cast
 
 from vlmrun.cli.options import TalkFlags
 from vlmrun.errors import OutputError
+from vlmrun.files.output import write_all
 from vlmrun.files.rows import readable
 
 if TYPE_CHECKING:
@@ -14,11 +16,21 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 WIDTH = 100  # of tables where there is no terminal
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | {
+    ord("\t"): "\\t",
+    ord("\n"): "\\n",
+    ord("\r"): "\\r",
+}
 
 
 def say(text: str) -> None:
     """Write a line on standard error."""
-    write(f"vlmrun: {readable(text)}\n")
+    write(line(text))
+
+
+def line(text: str) -> str:
+    """One line of standard error; names of files must neither break it nor drive a terminal."""
+    return f"vlmrun: {readable(text).translate(CONTROLS)}\n"
 
 
 def write(text: str) -> None:
@@ -29,6 +41,32 @@ def write(text: str) -> None:
             sys.stderr.flush()
 
 
+class Forgiving(TextIOBase):
+    """A stream that may break without an error: rich's own answer is to end the process."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+
 def make_console(stream: TextIO, *, no_color: bool) -> "Console":
     """A rich console that colours terminals only, and is as wide as one."""
     from rich.console import Console  # late: 50 ms that --help and errors need not pay
@@ -36,7 +74,7 @@ def make_console(stream: TextIO, *, no_color: bool) -> "Console":
     terminal = stream.isatty()
     plain = no_color or "NO_COLOR" in os.environ or not terminal
     return Console(
-        file=stream,
+        file=cast("TextIO", Forgiving(stream)),
         width=None if terminal else WIDTH,
         force_terminal=terminal,
         no_color=plain,
@@ -50,13 +88,23 @@ def show_result(renderable: "RenderableType", *, no_color: bool) -> None:
     """Write tables on standard output, as the result of a command.
 
     Raises:
-        OutputError: standard output is closed.
+        OutputError: standard output is closed, or cannot be written.
     """
     console = make_console(results(), no_color=no_color)
     with console.capture() as capture:
         console.print(renderable, crop=False)
     lines = readable(capture.get()).splitlines()
-    results().write("\n".join([*(line.rstrip() for line in lines), ""]))
+    text = "\n".join([*(line.rstrip() for line in lines), ""])
+    write_result(text.encode(results().encoding, "backslashreplace"))
+
+
+def write_result(data: bytes) -> None:
+    """Write on standard output.
+
+    Raises:
+        OutputError: it is closed, or cannot be written.
+    """
+    write_all(results().buffer, data)
 
 
 def results() -> TextIO:
@@ -96,7 +144,7 @@ class Screen:
         if self._bar is None:
             say(text)
         else:
-            self._bar.console.print(f"vlmrun: {readable(text)}", soft_wrap=True)
+            self._bar.console.print(line(text), soft_wrap=True, end="")
 
     def note(self, text: str) -> None:
         if not self._talk.quiet:

@@ -68,17 +68,22 @@ def find_inputs(
             images.append(ImageInput("-", stdin.read()))
         else:
             found, note = _expand(name, recursive)
-            images += map(ImageInput, found)
+            images += map(_on_disk, found)
             notes += note
     if files_from is not None or (not named and stdin is not None):
         listed = _read_list(files_from, null_separated, stdin)
         if not listed:
             notes.append(f"{_list_name(files_from)}: no paths in the list")
-        images += map(ImageInput, listed)
+        images += map(_on_disk, listed)
     elif null_separated:
         raise UsageError("-0 describes a list of paths, and there is none", "add --files-from")
     single = len(named) == 1 and files_from is None and [image.path for image in images] == [*named]
     return Inputs(tuple(images), single, tuple(notes))
+
+
+def _on_disk(path: str) -> ImageInput:
+    """A picture in a file; one called `-` is told from standard input by its folder."""
+    return ImageInput("./-" if path == "-" else path)
 
 
 def _check_streams(named: Sequence[str], files_from: str | None, stdin: BinaryIO | None) -> None:
@@ -121,7 +126,23 @@ def _exists(name: str) -> bool:
 
 def _matches(name: str) -> list[str]:
     """What a pattern stands for. A file that bears the name literally comes before this."""
-    return sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else []
+    return sorted(set(_glob(name))) if glob.has_magic(name) else []
+
+
+def _glob(pattern: str) -> Iterator[str]:
+    """As glob.glob, but `**` stays out of linked folders, as -r does: they may lead in circles."""
+    parts = pattern.split("/")
+    if "**" not in parts:
+        yield from glob.iglob(pattern)
+        return
+    at = parts.index("**")
+    head, tail = "/".join(parts[:at]), "/".join(parts[at + 1 :]) or "*"
+    start = "/" if parts[0] == "" and at == 1 else head or "."
+    for top in glob.iglob(start):
+        for folder, folders, _ in os.walk(top):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            where = folder[len("./") :] if start == "." and not head else folder
+            yield from _glob(os.path.join(glob.escape(where), tail))
 
 
 def _expand(name: str, recursive: bool) -> tuple[list[str], list[str]]:

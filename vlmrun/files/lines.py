@@ -3,11 +3,12 @@
 import dataclasses
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from vlmrun.files.output import OutputLock, Sink
+from vlmrun.files.growing import FileSink
+from vlmrun.files.output import OutputLock, StreamSink
 from vlmrun.files.rows import Caption, Failure, Row, fold, to_json
 
 # What would break the columns of a line, in a path.
@@ -22,8 +23,8 @@ class Writer(ABC):
     there are.
     """
 
-    def __init__(self, lock: OutputLock | None) -> None:
-        self._lock = lock
+    def __init__(self, locks: Sequence[OutputLock]) -> None:
+        self._locks = locks
         self._finished = False
 
     @abstractmethod
@@ -37,25 +38,34 @@ class Writer(ABC):
 
     @abstractmethod
     def _finish(self) -> None:
-        """Close files and put final ones in their place."""
+        """Close files and put final ones in their place.
+
+        Raises:
+            OutputError: as `commit`.
+        """
 
     def commit(self) -> None:
         """End the output: arrays are built and renamed.
 
         Raises:
-            OutputError: they cannot be written; the rows are kept beside the output.
+            OutputError: they cannot be written, and the rows are kept beside the output; or a
+                file was deleted or replaced during the run.
         """
         if not self._finished:
             self._finished = True
             self._finish()
 
     def close(self) -> None:
-        """Keep every finished row and release the lock; a second call does nothing."""
+        """Keep every finished row and release the locks; a second call does nothing."""
         try:
             self.commit()
         finally:
-            if self._lock is not None:
-                self._lock.release()
+            self.release()
+
+    def release(self) -> None:
+        """Give the locks up and leave everything else as it is."""
+        for lock in self._locks:
+            lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -107,9 +117,12 @@ class LineWriter(Writer):
     """One line per row, in the given form, appended and flushed row by row."""
 
     def __init__(
-        self, sink: Sink, form: Callable[[Row], bytes | None], lock: OutputLock | None = None
+        self,
+        sink: StreamSink | FileSink,
+        form: Callable[[Row], bytes | None],
+        locks: Sequence[OutputLock] = (),
     ) -> None:
-        super().__init__(lock)
+        super().__init__(locks)
         self._sink = sink
         self._form = form
 

@@ -1,14 +1,22 @@
-"""Where rows go: a stream, or a file that grows row by row; and the lock on an output."""
+"""Where rows go: a stream, or a file (`growing.py`); and the lock on an output.
+
+No file is touched that a run did not make itself, but for the results it was told to replace.
+"""
 
 import errno
 import fcntl
 import os
+import re
+import select
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from vlmrun.errors import OutputError
+
+LOCK_TEXT = re.compile(rb"(\d+\n)?")  # what is in a lock of ours; empty: killed before it wrote
 
 
 def beside(path: Path, ending: str) -> Path:
@@ -31,12 +39,52 @@ def errors_named(output: Path | str) -> Iterator[None]:
         ) from error
 
 
-def write_at(descriptor: int, data: bytes, offset: int) -> None:
-    """Write all of `data` at an offset of a file; the system may take it in several parts."""
+def in_the_way(path: Path, output: Path) -> OutputError:
+    return OutputError(
+        f"{path} is in the way: vlmrun needs this name while it writes {output.name}",
+        "it may hold rows of a run that was killed; move it away, or choose another output",
+    )
+
+
+def status_of(path: Path) -> os.stat_result | None:
+    """What lies under a name, links followed; None: nothing."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+
+
+def create(path: Path, *, like: os.stat_result | None) -> int:
+    """Open a new file for writing, with the mode of the file whose place it will take.
+
+    Raises:
+        FileExistsError: something is there already, be it a link to nowhere.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666 if like is None else 0o600)
+    if like is not None:
+        with suppress(OSError):  # a file system without modes
+            os.fchmod(descriptor, stat.S_IMODE(like.st_mode))
+    return descriptor
+
+
+def write_all(stream: BinaryIO, data: bytes) -> None:
+    """Write all of `data` and flush it. Past the stream's own buffer: without one, as under
+    PYTHONUNBUFFERED, a write may take a part of the data only, and none of it where the other
+    end of a pipe is not waited for.
+
+    Raises:
+        OutputError: it cannot be written; BrokenPipeError: nobody reads it any more.
+    """
+    raw = getattr(stream, "raw", stream)
     rest = memoryview(data)
-    while rest:
-        written = os.pwrite(descriptor, rest, offset)
-        rest, offset = rest[written:], offset + written
+    with errors_named("standard output"):
+        while rest:
+            written = raw.write(rest)
+            if written is None:
+                select.select([], [raw], [])
+            rest = rest[written or 0 :]
+        stream.flush()
 
 
 class OutputLock:
@@ -49,7 +97,8 @@ class OutputLock:
         """Take the lock.
 
         Raises:
-            OutputError: another run holds it, or nothing can be written in this folder.
+            OutputError: another run holds it, something else bears its name, or nothing can be
+                written in this folder.
         """
         self._output = output
         self._path = beside(output, ".lock")
@@ -60,8 +109,9 @@ class OutputLock:
 
     def _take(self) -> int | None:
         """A locked descriptor, or None if the last holder removed the file just before."""
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = self._open()
         try:
+            text = self._text(descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
                 os.truncate(descriptor, 0)
@@ -69,9 +119,8 @@ class OutputLock:
                 kept, descriptor = descriptor, -1
                 return kept
         except BlockingIOError as error:
-            holder = os.pread(descriptor, 32, 0).decode().strip() or "unknown"
             raise OutputError(
-                f"{self._output} is being written by another run (process {holder})",
+                f"{self._output} is being written by another run (process {text or 'unknown'})",
                 "wait for it to end, or choose another output",
             ) from error
         except FileNotFoundError:
@@ -81,11 +130,29 @@ class OutputLock:
                 os.close(descriptor)
         return None
 
+    def _open(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            return os.open(self._path, flags, 0o644)
+        except OSError as error:
+            if os.path.islink(self._path) or os.path.isdir(self._path):
+                raise in_the_way(self._path, self._output) from error
+            raise
+
+    def _text(self, descriptor: int) -> str:
+        """What the file says, which is ours if that is a process id or nothing."""
+        regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        found = os.pread(descriptor, 32, 0) if regular else b"?"
+        if not LOCK_TEXT.fullmatch(found):
+            raise in_the_way(self._path, self._output)
+        return found.decode().strip()
+
     def release(self) -> None:
         """Give the lock up; a second call does nothing."""
         if self._descriptor is not None:
             with suppress(OSError):  # removed by hand, or its folder: nothing is left to do
-                self._path.unlink()
+                if os.path.samestat(os.fstat(self._descriptor), os.stat(self._path)):
+                    self._path.unlink()
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -98,70 +165,7 @@ class StreamSink:
 
     def write(self, data: bytes, *, finished: bool) -> None:
         """Write one row. `finished` makes no difference on a stream."""
-        with errors_named("standard output"):
-            self._stream.write(data)
-            self._stream.flush()
+        write_all(self._stream, data)
 
     def close(self) -> None:
         """The stream belongs to the caller."""
-
-
-class FileSink:
-    """A file that grows row by row.
-
-    It comes into being with the first finished row: until then an old file of that name stays
-    as it is, and rows of failures wait. So a run that fails early loses nothing, and a failure
-    never takes the place of an earlier success.
-    """
-
-    def __init__(self, path: Path, *, replaces: bool) -> None:
-        """`replaces`: there are old results here that only a finished row may end."""
-        self._path = path
-        self._replaces = replaces
-        self._waiting = b""
-        self._length = 0
-        self._descriptor: int | None = None
-
-    def write(self, data: bytes, *, finished: bool) -> None:
-        """Append one row: a `finished` one, or one of a failure.
-
-        Raises:
-            OutputError: the disk is full or failing; no half row is left in the file.
-        """
-        if self._descriptor is None and self._replaces and not finished:
-            self._waiting += data
-            return
-        with errors_named(self._path):
-            if self._descriptor is None:
-                self._start(self._waiting + data)
-            else:
-                self._append(self._descriptor, data)
-
-    def _start(self, data: bytes) -> None:
-        new = beside(self._path, ".new")
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        try:
-            write_at(descriptor, data, 0)
-            new.replace(self._path)
-        except OSError:
-            os.close(descriptor)
-            new.unlink()
-            raise
-        self._descriptor, self._length = descriptor, len(data)
-
-    def _append(self, descriptor: int, data: bytes) -> None:
-        try:
-            write_at(descriptor, data, self._length)
-        except OSError:
-            os.truncate(descriptor, self._length)
-            raise
-        self._length += len(data)
-
-    def close(self) -> None:
-        """Close the file; a second call does nothing. Rows that still wait are dropped."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-Sink = StreamSink | FileSink

@@ -6,6 +6,7 @@ in JSON.
 """
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 VERSION = 1
+SURROGATE = re.compile("[\ud800-\udfff]")  # stands for a byte that is not UTF-8
 Fields = dict[str, object]
 
 
@@ -131,8 +133,9 @@ def readable(text: str) -> str:
 
 
 def to_json(fields: Fields) -> bytes:
-    """One row as a line of JSON."""
-    return json.dumps(fields, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    """One row as a line of JSON; what `readable` is for, in any of its texts, is done."""
+    text = json.dumps(fields, ensure_ascii=False, allow_nan=False)
+    return SURROGATE.sub(lambda found: rf"\\x{ord(found[0]) & 0xFF:02x}", text).encode() + b"\n"
 
 
 def fold(text: str) -> str:

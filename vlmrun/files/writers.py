@@ -1,12 +1,23 @@
 """Choose the writer of a run: where its rows go and in what form."""
 
+import os
+import stat
+from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 from vlmrun.errors import OutputError, UsageError
-from vlmrun.files.arrays import ARRAYS, ArrayWriter, index_path
+from vlmrun.files.arrays import ARRAYS, ArrayWriter, index_path, temporary_paths
+from vlmrun.files.growing import FileSink
 from vlmrun.files.lines import JsonForm, LineWriter, TextForm, Writer
-from vlmrun.files.output import FileSink, OutputLock, StreamSink
+from vlmrun.files.output import (
+    OutputLock,
+    StreamSink,
+    beside,
+    errors_named,
+    in_the_way,
+    status_of,
+)
 
 __all__ = ["Task", "Writer", "choose_format", "open_writer"]
 
@@ -78,38 +89,69 @@ def open_writer(
     chosen = choose_format(output, format, task=task)
     table = output is not None and output.suffix.lower() == ".tsv"
     bare = single and prompts == 1 and not table
-    with_path = not bare if filenames is None else filenames
-    folded = one_line or not bare or with_path
-    text = TextForm(path=with_path, name=prompts > 1, folded=folded)
-    form = text if chosen == "text" else JsonForm(folded=one_line)
+    form: TextForm | JsonForm = JsonForm(folded=one_line)
+    if chosen == "text":
+        with_path = not bare if filenames is None else filenames
+        form = TextForm(with_path, name=prompts > 1, folded=one_line or not bare or with_path)
     if output is None:
         return LineWriter(StreamSink(stdout), form)
-    if output.is_symlink():
-        output = output.resolve()  # the file is replaced, not the link to it
-    array = chosen in ARRAYS
-    lock = _lock(output, exists, [output, index_path(output)] if array else [output])
-    if array:
-        return ArrayWriter(output, ARRAYS[chosen], lock)
-    return LineWriter(FileSink(output, replaces=output.exists()), form, lock)
+    with errors_named(output):
+        if output.is_symlink():
+            refuse_special(output)
+            output = Path(os.path.realpath(output))  # the file is replaced, not the link to it
+        locks, replaces = _lock(output, array=chosen in ARRAYS, exists=exists)
+    if chosen in ARRAYS:
+        return ArrayWriter(output, ARRAYS[chosen], locks, replaces=replaces)
+    return LineWriter(FileSink(output, replaces=replaces), form, locks)
 
 
-def _lock(output: Path, exists: str, files: list[Path]) -> OutputLock:
-    """Lock an output and make sure that its files may be written."""
+def _lock(output: Path, *, array: bool, exists: str) -> tuple[tuple[OutputLock, ...], bool]:
+    """Lock the files of an output, make sure that they may be written and that nothing else
+    bears the names this takes; returns the locks and whether there are old results."""
     if not output.parent.is_dir():
         raise OutputError(
             f"{output} cannot be written: there is no folder {output.parent}",
             "make the folder, or choose another output",
         )
-    lock = OutputLock(output)
-    try:
+    files = [output, index_path(output)] if array else [output]
+    with ExitStack() as stack:
+        locks = []
         for file in files:
-            if file.exists() and not file.is_file():
-                raise OutputError(
-                    f"{file} cannot be written: it is not a regular file", "choose another output"
-                )
-            if exists == "error" and file.exists():
-                raise OutputError(f"{file} exists already", "--exists overwrite replaces it")
-    except BaseException:
-        lock.release()
-        raise
-    return lock
+            locks.append(OutputLock(file))
+            stack.callback(locks[-1].release)
+        replaces = any([status_of(file) is not None for file in files])
+        temporary = temporary_paths(output) if array else [beside(output, ".new")] * replaces
+        for path in temporary:
+            if os.path.lexists(path):
+                raise in_the_way(path, output)
+        for file in files:
+            _check_old(file, exists)
+        stack.pop_all()
+    return tuple(locks), replaces
+
+
+def refuse_special(file: Path) -> None:
+    """Refuse what can be written but not replaced: folders, devices, pipes.
+
+    Raises:
+        OutputError: it is one.
+    """
+    found = status_of(file)
+    if found is not None and not stat.S_ISREG(found.st_mode):
+        raise OutputError(
+            f"{file} cannot be written: it is not a regular file", "choose another output"
+        )
+
+
+def _check_old(file: Path, exists: str) -> None:
+    """Make sure that old results may be replaced."""
+    refuse_special(file)
+    found = status_of(file)
+    if found is None:
+        return
+    if exists == "error":
+        raise OutputError(f"{file} exists already", "--exists overwrite replaces it")
+    if not found.st_mode & 0o222:
+        raise OutputError(
+            f"{file} is read-only, and is not replaced", "chmod u+w it, or choose another output"
+        )

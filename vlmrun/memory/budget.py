@@ -179,7 +179,7 @@ def find_device(requested: str) -> tuple[str, str]:
     """
     if requested == "cpu":
         return "cpu", "asked for"
-    index = re.fullmatch(r"cuda(?::(\d+))?", requested)
+    index = re.fullmatch(r"cuda(?::([0-9]{1,9}))?", requested)
     if requested != "auto" and index is None:
         raise UsageError(f"unknown device {requested!r}", "use auto, cpu, cuda or cuda:N")
     gpus = len(query_driver())

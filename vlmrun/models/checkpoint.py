@@ -20,6 +20,7 @@ from vlmrun.models.weight_files import INDEX, PICKLE_INDEX, SHARD, SINGLE, find_
 
 AGAIN = "download it again; into the hub cache with hf download --force-download"
 LFS_POINTER = b"version https://git-lfs"
+READ = (".json", ".safetensors", ".bin", ".model", ".jinja", ".txt")  # by us or transformers
 MAX_HEADER_BYTES = 100_000_000
 ITEMSIZES = {
     name: size
@@ -99,6 +100,25 @@ def list_files(folder: Path) -> list[str]:
         raise unreadable(folder, error) from error
 
 
+def check_folder(folder: Path) -> None:
+    """Look at the files of a model's folder before any library reads them.
+
+    Raises:
+        CheckpointError: as `refuse_special`, or the folder cannot be listed.
+    """
+    for name in list_files(folder):
+        if name.endswith(READ):
+            refuse_special(folder / name)
+
+
+def refuse_special(path: Path) -> None:
+    """Refuse a pipe and the like, whose reader would wait for ever."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise CheckpointError(
+            f"{path} is not a regular file", "put the file itself there, or remove it"
+        )
+
+
 def what_lies_there(names: Collection[str]) -> str:
     """A hint from the weight files that are there instead."""
     weights = [name for name in names if name.endswith(".safetensors")]
@@ -115,6 +135,7 @@ def what_lies_there(names: Collection[str]) -> str:
 
 def read_file(path: Path) -> dict[str, TensorInfo]:
     """Read what one weight file, safetensors or pickled, says of its tensors."""
+    refuse_special(path)
     if not is_pickled(path.name):
         return read_header(path)
     try:
@@ -163,6 +184,7 @@ def read_shards(folder: Path, index: Path) -> Checkpoint:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object of a model's folder."""
+    refuse_special(path)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -18,6 +18,7 @@ from pathlib import Path
 from vlmrun.errors import CheckpointError, SourceError, UsageError
 from vlmrun.models import hub
 from vlmrun.models.aliases import ALIASES
+from vlmrun.models.checkpoint import check_folder
 from vlmrun.models.hub_cache import (
     find_snapshot,
     has_configuration,
@@ -54,7 +55,8 @@ def resolve_source(spec: str, *, revision: str | None = None, offline: bool = Fa
     Raises:
         SourceError: the spec names nothing: no alias, no folder, no weight file, no possible
             hub id.
-        CheckpointError: the folder holds no configuration.
+        CheckpointError: the folder holds no configuration, cannot be listed, or holds a pipe in
+            place of a file.
         UsageError: a revision is asked of a folder or a file.
     """
     if spec in DEMOS:
@@ -62,6 +64,7 @@ def resolve_source(spec: str, *, revision: str | None = None, offline: bool = Fa
     if spec in ALIASES:
         return _hub_source(spec, ALIASES[spec], revision, offline)
     path = Path(os.path.expanduser(spec))
+    _check_name(spec)
     if spec and os.path.isdir(path):
         return _folder_source(spec, path, revision)
     if os.path.isfile(path):
@@ -126,6 +129,7 @@ def _folder_source(spec: str, folder: Path, revision: str | None) -> Source:
             f"{spec} is a folder, which has no revisions",
             "leave out --revision, or give the model's id on the hub",
         )
+    check_folder(folder)
     if not has_configuration(folder):
         raise CheckpointError(f"{folder} holds no config.json", _what_folder_is_meant(folder))
     if spec in DEMOS:
@@ -134,6 +138,17 @@ def _folder_source(spec: str, folder: Path, revision: str | None) -> Source:
     if cached is not None:
         return Source(spec, cached, cached, folder.name, folder, True)
     return Source(spec, os.path.basename(os.path.abspath(folder)), None, None, folder, True)
+
+
+def _check_name(spec: str) -> None:
+    """Refuse bytes that tokenizers, which take their paths as UTF-8, could not open."""
+    try:
+        spec.encode()
+    except UnicodeEncodeError as error:
+        raise SourceError(
+            f"{spec}: the name of a model is not valid UTF-8",
+            "rename it, or make a link to it with another name",
+        ) from error
 
 
 def _what_folder_is_meant(folder: Path) -> str:

@@ -181,10 +181,10 @@ def hidden_state(kind: str, layers: int) -> int | None:
     """
     if kind in ("pooled", "last-hidden"):
         return None
-    head, _, index = kind.partition(":")
-    if head != "hidden" or not index.removeprefix("-").isdigit():
+    index = re.fullmatch(r"hidden:(-?)([0-9]{1,9})", kind)
+    if index is None:
         raise UsageError(f"unknown output kind {kind!r}", "use pooled, last-hidden or hidden:-2")
-    at = int(index) + (layers + 1 if index.startswith("-") else 0)
+    at = layers + 1 - int(index[2]) if index[1] else int(index[2])
     if not 0 <= at <= layers:
         raise UsageError(
             f"{kind} names no layer: the tower has hidden:0 (embeddings) to hidden:{layers}",
