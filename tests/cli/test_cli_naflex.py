@@ -112,7 +112,7 @@ def test_pictures_at_their_own_size(
 @pytest.mark.parametrize(
     ("model", "flags", "words"),
     [
-        ("siglip", ["--max-patches", "9"], "takes no pictures of any shape"),
+        ("siglip", ["--max-patches", "9"], "sees every picture as a square"),
         ("naflex", ["--dynamic-size"], "is no SigLIP tower of a fixed size"),
         ("siglip", ["--scores"], "--scores: there are no texts"),
     ],
@@ -160,3 +160,8 @@ def test_scores_stand_in_the_rows_of_pictures(
     assert vlmrun(*argv, "--scores", "-o", output).code == 0
     index = [json.loads(line) for line in (tmp_path / "v.npy.jsonl").read_text().splitlines()]
     assert ["scores" in row for row in index] == [True] * 3 + [False] * 3
+
+
+def test_scores_need_pictures(vlmrun: Command, tiny_siglip: Path) -> None:
+    told = vlmrun("embed", "-m", tiny_siglip, "--scores", "-t", "a cat")
+    assert_refused(told, "--scores: there are no pictures", code=2)

@@ -71,7 +71,7 @@ def test_settings_are_asked_for_where_there_are_pictures(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("config", "values", "expected"),
     [
-        (SIGLIP, {"max_patches": 9}, "--max-patches: a-model takes no pictures of any shape"),
+        (SIGLIP, {"max_patches": 9}, "--max-patches: a-model sees every picture as a square"),
         (TINY_VISION, {"max_patches": 9}, "--max-patches: a-model"),
         (
             {"model_type": "siglip2_vision_model"},

@@ -141,6 +141,8 @@ def embed(
         decoding, texts = pictures.decoding(), vectors.texts(stdin_allowed=not output.tp)
         if length.scores and not texts:
             raise UsageError("--scores: there are no texts", "give some with -t or --texts-from")
+        if length.scores and not pictures.inputs and pictures.files_from is None:
+            raise UsageError("--scores: there are no pictures", "name some beside the texts")
         job = Job(
             task="embed",
             placing=placing(model, memory, spec=model.spec("embed"), tp=output.tp),

@@ -185,7 +185,7 @@ def view_of(model: Model, job: Job) -> View:
     naflex = vision is not None and vision.naflex
     if job.max_patches is not None and not naflex:
         raise UsageError(
-            f"--max-patches: {model.source.name} takes no pictures of any shape",
+            f"--max-patches: {model.source.name} sees every picture as a square",
             "it is for SigLIP 2 NaFlex models; leave it out",
         )
     if job.dynamic_size and (naflex or model.family.task != "embed"):
