@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vlmrun.errors import CheckpointError
+from vlmrun.errors import CheckpointError, UnsupportedModel
 from vlmrun.models.checkpoint import read_json
 from vlmrun.models.model import Model
 
@@ -15,6 +15,27 @@ COPY = "copy it from where the model comes from"
 OTHER_MODEL = "the files are of different models or versions; download them again"
 VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json")
 TEMPLATE = "chat_template.jinja"
+# settings of transformers' generate() that change greedy answers and are not followed
+UNFOLLOWED = (
+    "num_beams",
+    "min_length",
+    "min_new_tokens",
+    "bad_words_ids",
+    "sequence_bias",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "guidance_scale",
+    "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+    "penalty_alpha",
+    "watermarking_config",
+    "stop_strings",
+    "max_time",
+)
+NEUTRAL: tuple[object, ...] = (None, 0, 1, [], {})
 
 
 def check_companions(model: Model, *, images: bool, texts: bool) -> tuple[str, ...]:
@@ -29,13 +50,33 @@ def check_companions(model: Model, *, images: bool, texts: bool) -> tuple[str, .
     caption = model.family.task == "caption"
     notes: tuple[str, ...] = ()
     if images:
+        check_channels(model)
         read_image_settings(model)
         check_tiling(model)
     if caption and model.family.prompt_style == "chat":
         notes = check_template(model)
+    if caption:
+        notes += unfollowed_settings(folder)
     if caption or texts:
         check_tokenizer(folder, default="TokenizersBackend" if caption else text_tokenizer(model))
     return notes
+
+
+def check_channels(model: Model) -> None:
+    """Raises UnsupportedModel where the tower takes no pictures of red, green and blue."""
+    vision = model.architecture.vision
+    if vision is not None and vision.channels != 3:
+        raise UnsupportedModel(
+            f"{model.source.name} takes pictures of {vision.channels} channels",
+            "pictures are decoded to three: red, green and blue",
+        )
+
+
+def unfollowed_settings(folder: Path) -> tuple[str, ...]:
+    """A note of what generation_config.json asks for and is not done."""
+    settings = read_optional(folder, "generation_config.json")
+    named = [name for name in UNFOLLOWED if settings.get(name) not in NEUTRAL]
+    return (f"generation_config.json sets {', '.join(named)}: not followed",) if named else ()
 
 
 def text_tokenizer(model: Model) -> str:

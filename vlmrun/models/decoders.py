@@ -119,7 +119,36 @@ def read_decoder(config: Config, supported: tuple[str, ...]) -> tuple[Decoder, C
             "vlmrun caption --allow-untested tries others, without a promise",
         )
     text = section(config, "text_config", KINDS[kind].defaults)
+    check_attention(kind, text)
     return decoder_of(kind, text), text
+
+
+def check_attention(kind: str, config: Config) -> None:
+    """Refuse what would change attention or its rotary angles, and is not run as it should be.
+
+    Raises:
+        UnsupportedModel: it is asked for.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling = rope.get("rope_type", rope.get("type")) if isinstance(rope, Mapping) else None
+    window, share = config.get("sliding_window"), config.get("partial_rotary_factor")
+    layers = config.get("layer_types") or ()
+    windowed = kind in ("mistral", "gemma2")
+    for asked, what in (
+        # its angles follow the longest row of a batch, and change under keys that are stored
+        (scaling in ("dynamic", "longrope"), f"rope_type {scaling!r}"),
+        (share not in (None, 1, 1.0), f"partial_rotary_factor {share!r}"),
+        (kind in ("llama", "gemma") and window is not None, f"sliding_window {window!r}"),
+        (kind == "gemma2" and "sliding_window" in config and window is None, "no sliding_window"),
+        (not windowed and "sliding_attention" in layers, "sliding layers"),
+        (config.get("is_causal") is False, "is_causal false"),
+        (bool(config.get("use_bidirectional_attention")), "use_bidirectional_attention"),
+    ):
+        if asked:
+            raise UnsupportedModel(
+                f"a {kind} decoder with {what} is not supported",
+                "give a checkpoint as its authors published it",
+            )
 
 
 def decoder_of(kind: str, config: Config) -> Decoder:

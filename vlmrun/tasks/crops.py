@@ -158,7 +158,8 @@ def read_crops(model: Model) -> Crops:
     side = model.architecture.vision.image_size
     file, settings = read_image_settings(model)
     processor, levels = read_levels(model, *REQUIRED)
-    background = tuple(int(share * 255) for share in processor.image_mean)
+    means = np.broadcast_to(processor.image_mean, 3)  # one for all channels, or one each
+    background = tuple(int(share * 255) for share in means.tolist())
     cut, shortest = read_cut(file, processor_kind(model, file, settings), processor, settings, side)
     return Crops(
         side,
@@ -198,7 +199,7 @@ def read_levels(model: Model, *required: str) -> tuple[Any, npt.NDArray[np.float
 
 def read_filter(file: str, settings: Mapping[str, Any]) -> Image.Resampling:
     """Raises CheckpointError where `resample` is no filter of Pillow's."""
-    if settings["resample"] not in list(Image.Resampling):
+    if type(settings["resample"]) is not int or settings["resample"] not in list(Image.Resampling):
         raise CheckpointError(f"{file}: resample is {settings['resample']!r}, no filter", COPY)
     return Image.Resampling(settings["resample"])
 
@@ -231,7 +232,9 @@ def read_cut(
         CheckpointError: it does not become a square of the tower's `side`.
     """
     cropped, shortest = bool(processor.do_center_crop), processor.size.shortest_edge
-    if settings.get("do_resize") is False or (cropped and kind not in CROPPING):
+    if type(shortest) is not int and shortest is not None:
+        raise CheckpointError(f"{file}: size is {settings['size']}, no whole number", COPY)
+    if not processor.do_resize or (cropped and kind not in CROPPING):
         raise CheckpointError(f"{file} does not squash pictures to a square", OTHER_MODEL)
     cut, tiled = CUTS[kind], kind == "LlavaNextImageProcessor"
     if kind == "LlavaImageProcessor" and processor.do_pad:

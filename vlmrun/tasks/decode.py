@@ -120,7 +120,9 @@ class Steps:
         self._cache = KVCache(shape.layers, kv_shape, dtype=embeds.dtype, device=embeds.device)
         self._first = shape.first_position
         self._prefix = shape.prefix
-        self._cap = getattr(module.config.get_text_config(), "final_logit_softcapping", None)  # type: ignore[operator,union-attr]
+        text = module.config.get_text_config()  # type: ignore[operator,union-attr]
+        # PaliGemma bounds its logits, and no other family does, whatever its decoder asks for
+        self._cap = getattr(text, "final_logit_softcapping", None) if shape.prefix else None
         self._mask = mask.to(model.compute_device)
         self._padded = not bool(mask.all())
         self._lengths = self._mask.sum(dim=1)  # [B] tokens of each row so far
@@ -150,6 +152,7 @@ class Steps:
             cache=self._cache,
             inputs_embeds=embeds,
             use_cache=True,
+            return_dict=True,
         )
         logits: Tensor = self._head(out.last_hidden_state[:, -1])
         return capped(logits, self._cap).float().cpu()

@@ -67,7 +67,7 @@ def embed_texts(model: CachedModelWithPartialLoad, ids: Tensor) -> Tensor:
     with model.use("text") as module:
         tower = module.get_submodule("text_model")
         groups = torch.split(ids.to(model.compute_device), TEXTS_AT_ONCE)
-        pooled = [tower(input_ids=group).pooler_output for group in groups]
+        pooled = [tower(input_ids=group, return_dict=True).pooler_output for group in groups]
     return torch.cat(pooled).float().cpu()
 
 

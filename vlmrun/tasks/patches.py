@@ -91,7 +91,7 @@ def read_patches(model: Model, most: int) -> FlatPatches:
     side = model.architecture.vision.patch_size
     file, settings = read_image_settings(model)
     processor, levels = read_levels(model, "resample", "image_mean", "image_std")
-    if settings.get("do_resize") is False:
+    if not processor.do_resize:
         raise CheckpointError(f"{file} does not scale pictures to whole patches", OTHER_MODEL)
     if processor.patch_size != side:
         raise CheckpointError(
