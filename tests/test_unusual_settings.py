@@ -17,6 +17,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from vlmrun.errors import CheckpointError, UnsupportedModel
 from vlmrun.models.families import family_of
+from vlmrun.tasks.chat import Chat
 from vlmrun.tasks.decode import DecodeRow
 from vlmrun.tasks.preprocess import PicturePreprocessor
 
@@ -104,6 +105,14 @@ def test_settings_of_another_type(tmp_path: Path, values: dict[str, Any], words:
     model = changed(folder, tmp_path / "c", setting("preprocessor_config.json", **values))
     with pytest.raises(CheckpointError, match=words):
         PicturePreprocessor(model)
+
+
+@pytest.mark.parametrize("token", [1, True, [1], 0.5])
+def test_an_image_token_that_is_no_text(tmp_path: Path, token: object) -> None:
+    folder = build_llava(tmp_path / "m")
+    change = setting("processor_config.json", image_token=token)
+    with pytest.raises(CheckpointError, match=r"image_token is .*, no text"):
+        Chat(changed(folder, tmp_path / "c", change))
 
 
 def test_generation_settings_that_are_not_followed_are_told(

@@ -62,21 +62,23 @@ def read_image_token(model: Model, tokenizer: Any) -> tuple[str, int]:
     """The token that stands for a picture, and its id.
 
     Raises:
-        CheckpointError: config.json and the tokenizer disagree on the id.
+        CheckpointError: it is no text, or config.json and the tokenizer disagree on the id.
     """
     assert model.source.folder is not None
     processor = read_optional(model.source.folder, "processor_config.json")
     config = {"image_token_index": IMAGE_TOKEN_IDS[model.config["model_type"]], **model.config}
     expected = config.get("image_token_id", config["image_token_index"])
     token = getattr(tokenizer, "image_token", None) or processor.get("image_token") or IMAGE_TOKEN
+    if not isinstance(token, str):
+        raise CheckpointError(f"processor_config.json: image_token is {token!r}, no text", COPY)
     found = tokenizer.convert_tokens_to_ids(token)
-    if found != expected:
+    if found != expected or type(expected) is not int:
         raise CheckpointError(
             f"config.json: image_token_index is {expected}, "
             f"but the tokenizer has {token} as {found}",
             OTHER_MODEL,
         )
-    return str(token), int(expected)
+    return token, expected
 
 
 def read_generation_settings(folder: Path) -> GenerationConfig:
