@@ -13,6 +13,7 @@ from light import TINY_ONEVISION
 from light import changed as with_values
 from safetensors.torch import load_file, save_file
 from tiny_llava import build_llava
+from tiny_paligemma import build_paligemma
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from vlmrun.errors import CheckpointError, UnsupportedModel
@@ -44,6 +45,21 @@ def test_attention_that_is_not_run_is_refused(values: dict[str, Any], words: str
 def test_scaled_angles_that_depend_on_nothing_else_are_run(values: dict[str, Any]) -> None:
     config = with_values(TINY_ONEVISION, "text_config", rope_scaling=values)
     assert family_of(config).architecture(config).decoder is not None
+
+
+def test_a_paligemma_that_transformers_wrote_is_run(tmp_path: Path) -> None:
+    """Its configuration class writes `use_bidirectional_attention` into every decoder."""
+    folder = build_paligemma(tmp_path / "m")
+    values = {"use_bidirectional_attention": True}
+    text = json.loads((folder / "config.json").read_text())["text_config"] | values
+    found = [
+        trace(load_tiny(each), [DecodeRow((5, 9, 12), None)])
+        for each in (
+            folder,
+            copied(folder, tmp_path / "c", setting("config.json", text_config=text)),
+        )
+    ]
+    assert torch.equal(*found)
 
 
 def test_only_a_family_that_bounds_its_logits_does(tmp_path: Path) -> None:

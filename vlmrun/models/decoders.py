@@ -142,7 +142,6 @@ def check_attention(kind: str, config: Config) -> None:
         (kind == "gemma2" and "sliding_window" in config and window is None, "no sliding_window"),
         (not windowed and "sliding_attention" in layers, "sliding layers"),
         (config.get("is_causal") is False, "is_causal false"),
-        (bool(config.get("use_bidirectional_attention")), "use_bidirectional_attention"),
     ):
         if asked:
             raise UnsupportedModel(
