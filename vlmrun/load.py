@@ -42,13 +42,11 @@ def load(model: Model, plan: Plan) -> CachedModelWithPartialLoad:
     reader = WeightReader()
     compute_dtype = torch_dtype(plan.storage.compute_dtype)
     module = build_skeleton(model, plan.storage.attention)
-    text = model.architecture.text
-    if text is not None and text.projection is None:
-        module.set_submodule("text_model.head", nn.Identity())
     with torch.device("meta"):
         swap_layers(module, compute_dtype)
         cut_heads(module, model)
         join_parts(module, model)
+        share_heads(module, model)
     gather_tables(module, model, plan, reader)
     materialise_buffers(module, plan.storage.device)
     return CachedModelWithPartialLoad(module.eval(), model, plan, reader)
@@ -110,6 +108,9 @@ def build_skeleton(model: Model, attention: Mapping[Phase, Attention]) -> nn.Mod
     except Exception as error:  # configurations and modules raise nothing narrower
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise contradiction(f"transformers builds no model from it: {reason}") from error
+    text = model.architecture.text
+    if text is not None and text.projection is None:  # what is pooled is the vector
+        module.set_submodule("text_model.head", nn.Identity())
     return module
 
 
@@ -145,11 +146,16 @@ def join_parts(module: nn.Module, model: Model) -> None:
         rows, columns = weight.shape
         part = RowParallelLinear(columns, rows, bias=whole.bias is not None)
         module.set_submodule(path, part)
-        attention, decoder = (
-            module.get_submodule(path.rpartition(".")[0]),
-            model.architecture.decoder,
-        )
-        if decoder is not None and hasattr(attention, "num_key_value_groups"):
+
+
+def share_heads(module: nn.Module, model: Model) -> None:
+    """Tell the decoder how many of its query heads share a key-value head in this process:
+    fewer than in the whole model where several processes keep the same."""
+    decoder = model.architecture.decoder
+    if decoder is None:
+        return
+    for attention in module.modules():
+        if hasattr(attention, "num_key_value_groups"):
             groups = decoder.heads // decoder.kv_heads
             attention.num_key_value_groups = groups  # type: ignore[assignment]
 

@@ -125,7 +125,8 @@ def prepare(job: Job, source: Source, stack: ExitStack) -> Ready:
         shard = read_shard(os.environ)
         model = shard_model(model, shard)
         job = replace(job, placing=own_placing(job.placing, shard))
-    plan = plan_job(model, job, known_sizes(job))
+    sizes = known_sizes(job)
+    plan = plan_job(model, job, sizes)
     notes = check_companions(model, images=bool(job.images), texts=bool(job.texts))
     check_budget(plan)
     # late: torch and transformers cost seconds, and a refused job need not pay for them
@@ -140,7 +141,7 @@ def prepare(job: Job, source: Source, stack: ExitStack) -> Ready:
         # what is free, and so the batch, may look different to every process
         batch = first_number(plan.workload.batch_size)
         job = replace(job, placing=replace(job.placing, batch_size=batch))
-        plan = plan_job(model, job, known_sizes(job))
+        plan = plan_job(model, job, sizes)
     cache = stack.enter_context(ModelCache(plan.budget.ram_bytes + plan.budget.vram_bytes))
     stays = max(plan.stored_bytes(phase) for phase in plan.workload.phases)
     entry = stack.enter_context(

@@ -52,6 +52,7 @@ class Family:
         Raises UnsupportedModel for an output kind the model cannot give.
     by_rows, by_columns: patterns of the module paths that tensor parallel cuts so.
     prompt_style: a chat by a template, or PaliGemma's: pictures, start token, prompt, line end.
+    image_token_id: of a configuration that leaves it out, as files do what equals the default.
     chat_template: (configuration) -> the template where the folder has none; "" if unknown.
     """
 
@@ -67,6 +68,7 @@ class Family:
     image_processors: tuple[str, ...]
     image_cost: Callable[[Architecture, int, int, View], ImageCost]
     phases: Callable[[Architecture, str], Mapping[Phase, tuple[str, ...]]]
+    image_token_id: int | None = None
     default_prompt: str = ""
     prompt_style: PromptStyle = "chat"
     chat_template: Callable[[Config], str] = lambda _: ""

@@ -81,6 +81,7 @@ LLAVA = Family(
     image_processors=("LlavaImageProcessor", "CLIPImageProcessor", "SiglipImageProcessor"),
     image_cost=image_cost,
     phases=multimodal.phases,
+    image_token_id=32000,
     default_prompt="Describe this image.",
     chat_template=chat_template,
 )

@@ -69,6 +69,7 @@ LLAVA_NEXT = Family(
     image_processors=("LlavaNextImageProcessor",),
     image_cost=image_cost,
     phases=multimodal.phases,
+    image_token_id=32000,
     default_prompt="Describe this image.",
     chat_template=chat_template,
 )

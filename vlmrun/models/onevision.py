@@ -92,6 +92,7 @@ LLAVA_ONEVISION = Family(
     image_processors=("LlavaOnevisionImageProcessor",),
     image_cost=image_cost,
     phases=multimodal.phases,
+    image_token_id=151646,
     default_prompt="Describe this image.",
     chat_template=lambda _: templates.ONEVISION,
 )

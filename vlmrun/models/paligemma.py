@@ -84,6 +84,7 @@ PALIGEMMA = Family(
     image_processors=("SiglipImageProcessor",),
     image_cost=image_cost,
     phases=multimodal.phases,
+    image_token_id=256000,
     default_prompt="caption en",
     prompt_style="prefix",
 )

@@ -11,7 +11,7 @@ from vlmrun.files.rows import Caption, Failure
 from vlmrun.job import Job, Prompt
 from vlmrun.memory.cached_model import CachedModelWithPartialLoad
 from vlmrun.memory.plan import Plan
-from vlmrun.models.family import View
+from vlmrun.memory.workload import view_of
 from vlmrun.models.model import Model
 from vlmrun.tasks.caption import Pictures, encode_pictures
 from vlmrun.tasks.chat import Chat
@@ -59,6 +59,7 @@ class Captioner:
         self._plan = plan
         self._entry = entry
         self._pictures = PicturePreprocessor(model)
+        self._view = view_of(model, job)
         self._asking = Prefix(model) if model.family.prompt_style == "prefix" else Chat(model)
         self._prompts = job.prompts or (Prompt(model.family.default_prompt),)
 
@@ -88,7 +89,7 @@ class Captioner:
 
     def _cut(self, image: Image) -> Question:
         """Raises ImageError where the decoder has no room for what the picture costs."""
-        pictures = self._pictures.pictures([image], view=View(self._job.detail))
+        pictures = self._pictures.pictures([image], view=self._view)
         system = self._job.system
         costs = pictures.tokens
         ids = [self._asking.input_ids(p.text, costs, system=system) for p in self._prompts]

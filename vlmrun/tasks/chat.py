@@ -10,7 +10,7 @@ from vlmrun.models.companions import COPY, OTHER_MODEL
 from vlmrun.models.model import Model
 from vlmrun.tasks.decode import Vocabulary
 from vlmrun.tasks.processor_files import (
-    check_text,
+    check_said,
     check_vocabulary,
     load_tokenizer,
     one_line,
@@ -93,12 +93,7 @@ class Chat:
     def _rendered(self, pictures: int, prompt: str, system: str) -> str:
         """The chat up to the start of the answer, with one image token per picture."""
         for what, text in ("prompt", prompt), ("system prompt", system):
-            check_text(what, text)
-            if self._image_token in text:
-                raise UsageError(
-                    f"the {what} holds {self._image_token}, which stands for a picture",
-                    "leave it out; pictures are put before the prompt",
-                )
+            check_said(what, text, self._image_token)
         try:
             rendered = self._render(self._form, pictures, prompt, system)
         except (TemplateError, TypeError, ValueError) as error:

@@ -67,8 +67,8 @@ def embed_texts(model: CachedModelWithPartialLoad, ids: Tensor) -> Tensor:
     with model.use("text") as module:
         tower = module.get_submodule("text_model")
         groups = torch.split(ids.to(model.compute_device), TEXTS_AT_ONCE)
-        pooled = [tower(input_ids=group, return_dict=True).pooler_output for group in groups]
-    return torch.cat(pooled).float().cpu()
+        vectors = [tower(input_ids=group, return_dict=True).pooler_output for group in groups]
+    return torch.cat(vectors).float().cpu()
 
 
 def unit_length(vectors: Tensor) -> Tensor:

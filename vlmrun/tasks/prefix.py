@@ -7,7 +7,7 @@ from vlmrun.models.companions import COPY
 from vlmrun.models.model import Model
 from vlmrun.tasks.chat import read_vocabulary
 from vlmrun.tasks.processor_files import (
-    check_text,
+    check_said,
     check_vocabulary,
     load_tokenizer,
     read_image_token,
@@ -51,12 +51,7 @@ class Prefix:
                 "PaliGemma takes no system prompt: it was trained on short tasks",
                 "leave out --system; prompts are as `caption en` or `answer en What is this?`",
             )
-        check_text("prompt", prompt)
-        if self._image_token in prompt:
-            raise UsageError(
-                f"the prompt holds {self._image_token}, which stands for a picture",
-                "leave it out; pictures are put before the prompt",
-            )
+        check_said("prompt", prompt, self._image_token)
         tokenizer, placeholder = self.vocabulary.tokenizer, self.vocabulary.placeholder_id
         said = f"{tokenizer.bos_token}{prompt}\n"
         ids = tokenizer(said, add_special_tokens=False, verbose=False)["input_ids"]

@@ -12,13 +12,6 @@ from vlmrun.models.model import Model
 from vlmrun.models.quiet import quiet_transformers
 
 IMAGE_TOKEN = "<image>"
-# where config.json leaves them out, as files do what equals the default of its class
-IMAGE_TOKEN_IDS = {
-    "llava": 32000,
-    "llava_next": 32000,
-    "llava_onevision": 151646,
-    "paligemma": 256000,
-}
 
 
 def load_tokenizer(folder: Path, *, default: str) -> Any:
@@ -66,7 +59,7 @@ def read_image_token(model: Model, tokenizer: Any) -> tuple[str, int]:
     """
     assert model.source.folder is not None
     processor = read_optional(model.source.folder, "processor_config.json")
-    config = {"image_token_index": IMAGE_TOKEN_IDS[model.config["model_type"]], **model.config}
+    config = {"image_token_index": model.family.image_token_id, **model.config}
     expected = config.get("image_token_id", config["image_token_index"])
     token = getattr(tokenizer, "image_token", None) or processor.get("image_token") or IMAGE_TOKEN
     if not isinstance(token, str):
@@ -132,6 +125,16 @@ def check_text(what: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise UsageError(f"the {what} {text!r} is not valid UTF-8", "convert it first") from error
+
+
+def check_said(what: str, text: str, image_token: str) -> None:
+    """Refuse what no tokenizer takes, and the token that stands for a picture."""
+    check_text(what, text)
+    if image_token in text:
+        raise UsageError(
+            f"the {what} holds {image_token}, which stands for a picture",
+            "leave it out; pictures are put before the prompt",
+        )
 
 
 def check_vocabulary(highest: int, vocabulary: int) -> None:
