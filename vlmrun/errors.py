@@ -11,16 +11,21 @@ VlmrunError               1  could not run
 └── OutOfBudget           4  does not fit; carries the smallest budget that would do
 """
 
+LONGEST = 1000  # characters of a message; a damaged file's values may be of any length
+
 
 class VlmrunError(Exception):
     """A known error: one line for the user, one line of what to do about it.
 
-    An error that becomes a row says both in its message, and has no hint.
+    An error that becomes a row says both in its message, and has no hint. The middle of a
+    message that is too long is left out.
     """
 
     exit_code = 1
 
     def __init__(self, message: str, hint: str = "") -> None:
+        if len(message) > LONGEST:
+            message = f"{message[: LONGEST // 2]} … {message[-LONGEST // 4 :]}"
         super().__init__(message)
         self.message = message
         self.hint = hint
