@@ -1,5 +1,6 @@
 """From a job to its plan: phases, dtypes, the largest of everything, the batch."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,17 @@ def test_texts_that_cannot_be_embedded(model: Model, kind: str, expected: str) -
     with pytest.raises(kinds) as caught:
         plan_job(model, embed(texts=("a",), output_kind=kind), [])
     assert expected in words(caught.value)
+
+
+def test_scores_need_vectors_of_one_length() -> None:
+    """Said by the plan, before a weight is read."""
+    text = {**TINY_SIGLIP["text_config"], "projection_size": 20}
+    model = model_of({**TINY_SIGLIP, "text_config": text})
+    job = embed(images=("a",), texts=("b",))
+    assert plan_job(model, job, []).fits
+    with pytest.raises(UnsupportedModel, match="vectors of 16 numbers of pictures and of 20"):
+        plan_job(model, replace(job, scores=True), [])
+    assert plan_job(model_of(TINY_SIGLIP), replace(job, scores=True), []).fits
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,24 @@ def used_phases(model: Model, job: Job) -> dict[Phase, tuple[str, ...]]:
             f"texts are embedded as pooled vectors only, not as {kind}",
             "leave out --output-kind, or the texts",
         )
+    if job.scores:
+        check_widths(model)
     wanted = {"text": bool(job.texts), "vision": bool(job.images) or not job.texts}
     return {phase: blocks for phase, blocks in phases.items() if wanted[phase]}
+
+
+def check_widths(model: Model) -> None:
+    """Raises UnsupportedModel where vectors of pictures and texts are not of one length."""
+    vision, text = model.architecture.vision, model.architecture.text
+    if vision is None or text is None:
+        return
+    width = text.projection or text.width
+    if width != vision.width:
+        raise UnsupportedModel(
+            f"--scores: {model.source.name} makes vectors of {vision.width} numbers of pictures "
+            f"and of {width} of texts, which no score can compare",
+            "leave it out, or choose another --model",
+        )
 
 
 def decide_storage(model: Model, placing: Placing, phases: dict[Phase, tuple[str, ...]]) -> Storage:
