@@ -1,5 +1,6 @@
 """From a plan to an entry: skeleton on meta, buffers, ties, heads in pieces."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,17 @@ def test_a_buffer_of_unknown_value_is_refused(tiny_onevision: Path) -> None:
     skeleton.model.language_model.register_buffer("scale", torch.empty(1, device="meta"))
     with pytest.raises(UnsupportedModel, match=r"model\.language_model\.scale"):
         materialise_buffers(skeleton, "cpu")
+
+
+def test_a_number_of_labels_is_never_written_out(tiny_siglip: Path) -> None:
+    """transformers makes a dictionary of so many names: 10^12 of them fill any memory."""
+    model = model_at(tiny_siglip)
+    labels = {"num_labels": 10**12, "id2label": {str(i): "x" for i in range(3)}}
+    text = {**model.config["text_config"], **labels}
+    module = build_skeleton(
+        replace(model, config={**model.config, **labels, "text_config": text}), {}
+    )
+    assert module.config.num_labels == module.config.text_config.num_labels == 2
 
 
 def test_stored_dtype_never_reaches_the_skeleton(tmp_path: Path) -> None:

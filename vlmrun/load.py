@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from vlmrun.memory.attention import FLASH, TOWERS, Attention, head_dim, hint_of
 from vlmrun.memory.cached_model import CachedModelWithPartialLoad
 from vlmrun.memory.plan import Plan, Storage
 from vlmrun.models.checkpoint import TensorInfo
-from vlmrun.models.family import Phase, contradiction
+from vlmrun.models.family import Config, Phase, contradiction
 from vlmrun.models.layer import Weight
 from vlmrun.models.model import Model
 from vlmrun.models.quiet import quiet_transformers
@@ -23,6 +24,7 @@ from vlmrun.nn.parallel import RowParallelLinear
 from vlmrun.nn.swap import swap_layers
 
 COMPARE_ROWS = 1024
+LABELS = ("num_labels", "id2label", "label2id")
 
 
 def load(model: Model, plan: Plan) -> CachedModelWithPartialLoad:
@@ -99,12 +101,14 @@ def build_skeleton(model: Model, attention: Mapping[Phase, Attention]) -> nn.Mod
     try:
         with quiet_transformers(), torch.device("meta"):
             named = model.family.config_type or model.config["model_type"]
-            settings = {**model.config, "model_type": named}
+            settings = {**without_labels(model.config), "model_type": named}
             config_class = transformers.CONFIG_MAPPING[named]
             config = config_class.from_dict(
                 settings, attn_implementation=implementations(model, attention)
             )
             module: nn.Module = getattr(transformers, model.family.model_class)(config)
+    except MemoryError:
+        raise
     except Exception as error:  # configurations and modules raise nothing narrower
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise contradiction(f"transformers builds no model from it: {reason}") from error
@@ -112,6 +116,16 @@ def build_skeleton(model: Model, attention: Mapping[Phase, Attention]) -> nn.Mod
     if text is not None and text.projection is None:  # what is pooled is the vector
         module.set_submodule("text_model.head", nn.Identity())
     return module
+
+
+def without_labels(config: Config) -> dict[str, Any]:
+    """A configuration and its parts without what only classifiers need, all of which
+    transformers would write out: a damaged number of labels fills memory."""
+    return {
+        name: without_labels(value) if isinstance(value, Mapping) else value
+        for name, value in config.items()
+        if name not in LABELS
+    }
 
 
 def implementations(model: Model, attention: Mapping[Phase, Attention]) -> dict[str, str]:

@@ -114,6 +114,8 @@ def test_either_part_of_the_configuration_ties_the_head(family: str, section: st
             UnsupportedModel,
             "sliding-window",
         ),
+        ({**NEXT, "text_config": {**MISTRAL, "sliding_window": [4]}}, CheckpointError, "not [4]"),
+        ({**NEXT, "text_config": {**MISTRAL, "sliding_window": "4"}}, CheckpointError, "not '4'"),
         (
             changed(LLAVA, "vision_config", model_type="pixtral"),
             UnsupportedModel,

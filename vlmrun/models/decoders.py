@@ -134,6 +134,8 @@ def check_attention(kind: str, config: Config) -> None:
     window, share = config.get("sliding_window"), config.get("partial_rotary_factor")
     layers = config.get("layer_types") or ()
     windowed = kind in ("mistral", "gemma2")
+    if windowed and window is not None:
+        number(config, "sliding_window")
     for asked, what in (
         # its angles follow the longest row of a batch, and change under keys that are stored
         (scaling in ("dynamic", "longrope"), f"rope_type {scaling!r}"),
