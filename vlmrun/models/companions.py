@@ -15,27 +15,17 @@ COPY = "copy it from where the model comes from"
 OTHER_MODEL = "the files are of different models or versions; download them again"
 VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json")
 TEMPLATE = "chat_template.jinja"
-# settings of transformers' generate() that change greedy answers and are not followed
-UNFOLLOWED = (
-    "num_beams",
-    "min_length",
-    "min_new_tokens",
-    "bad_words_ids",
-    "sequence_bias",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "guidance_scale",
-    "encoder_repetition_penalty",
-    "encoder_no_repeat_ngram_size",
-    "exponential_decay_length_penalty",
-    "penalty_alpha",
-    "watermarking_config",
-    "stop_strings",
-    "max_time",
-)
-NEUTRAL: tuple[object, ...] = (None, 0, 1, [], {})
+# settings of transformers' generate() that change greedy answers and are not followed, with the
+# values that ask for nothing
+UNFOLLOWED: Mapping[str, tuple[object, ...]] = {
+    "num_beams": (None, 1),
+    "guidance_scale": (None, 1),
+    "penalty_alpha": (None, 0),
+    "dola_layers": (None,),
+    "watermarking_config": (None,),
+    "stop_strings": (None, [], ""),
+    "max_time": (None,),
+}
 
 
 def check_companions(model: Model, *, images: bool, texts: bool) -> tuple[str, ...]:
@@ -75,7 +65,7 @@ def check_channels(model: Model) -> None:
 def unfollowed_settings(folder: Path) -> tuple[str, ...]:
     """A note of what generation_config.json asks for and is not done."""
     settings = read_optional(folder, "generation_config.json")
-    named = [name for name in UNFOLLOWED if settings.get(name) not in NEUTRAL]
+    named = [name for name, idle in UNFOLLOWED.items() if settings.get(name) not in idle]
     return (f"generation_config.json sets {', '.join(named)}: not followed",) if named else ()
 
 

@@ -9,6 +9,7 @@ from vlmrun.errors import CheckpointError, UsageError
 from vlmrun.models.companions import COPY, OTHER_MODEL
 from vlmrun.models.model import Model
 from vlmrun.tasks.decode import Vocabulary
+from vlmrun.tasks.logits import check_settings
 from vlmrun.tasks.processor_files import (
     check_said,
     check_vocabulary,
@@ -144,6 +145,7 @@ def read_vocabulary(model: Model, tokenizer: Any, image_token_id: int) -> Vocabu
     pad_id = min(stop_ids) if pad is None else int(pad)
     check_vocabulary(pad_id, decoder.vocabulary)
     settings = read_generation_settings(folder)
+    check_settings(settings, stop_ids=stop_ids, vocabulary=decoder.vocabulary)
     return Vocabulary(tokenizer, image_token_id, pad_id, stop_ids, settings)
 
 

@@ -11,22 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, masking_utils
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
-from vlmrun.errors import CheckpointError
 from vlmrun.job import Generation
 from vlmrun.memory.cached_model import CachedModelWithPartialLoad
-from vlmrun.models.companions import COPY
 from vlmrun.models.shapes import Decoder
 from vlmrun.nn.parallel import from_first
 from vlmrun.tasks.kv import KVCache
+from vlmrun.tasks.logits import make_processors, processed
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +68,17 @@ def decode(
     """
     ids, mask = left_padded(rows, vocabulary.pad_id)
     decoded = [Decoded() for _ in rows]
-    processors = logits_processors(generation, vocabulary.settings)
     generators = [torch.Generator().manual_seed(generation.seed + row.seed) for row in rows]
     starts = (1 - mask).sum(dim=1).tolist()  # where each row's prompt begins
+    processors = [
+        make_processors(
+            vocabulary.settings,
+            ids[i : i + 1, start:],
+            stop_ids=vocabulary.stop_ids,
+            generation=generation,
+        )
+        for i, start in enumerate(starts)
+    ]
     with model.use("decode") as module:
         embeds = embed_prompts(module, rows, ids, vocabulary.placeholder_id)
         embeds = embeds.to(model.compute_device)
@@ -205,42 +204,6 @@ def embed_prompts(
             assert int(places.sum()) == row.features.shape[0]
             embeds[i, places] = row.features.to(embeds.dtype).to(embeds.device)
     return embeds
-
-
-def logits_processors(generation: Generation, settings: GenerationConfig) -> LogitsProcessorList:
-    """What changes logits before a token is chosen: the checkpoint's own settings, which
-    `generate()` applies to greedy search too, then the job's sampling.
-
-    Raises:
-        CheckpointError: the checkpoint's settings are out of range.
-    """
-    chain = LogitsProcessorList()
-    try:
-        if settings.repetition_penalty not in (None, 1.0):
-            chain.append(RepetitionPenaltyLogitsProcessor(settings.repetition_penalty))
-        if settings.no_repeat_ngram_size:
-            chain.append(NoRepeatNGramLogitsProcessor(settings.no_repeat_ngram_size))
-    except ValueError as error:
-        raise CheckpointError(f"generation_config.json: {error}", COPY) from error
-    if generation.temperature > 0:
-        if generation.temperature != 1:
-            chain.append(TemperatureLogitsWarper(generation.temperature))
-        if generation.top_k > 0:
-            chain.append(TopKLogitsWarper(generation.top_k))
-        if generation.top_p < 1:
-            chain.append(TopPLogitsWarper(generation.top_p))
-    return chain
-
-
-def processed(
-    processors: LogitsProcessorList, ids: Tensor, logits: Tensor, starts: Sequence[int]
-) -> Tensor:
-    """Logits [B, V] after the processors, each row by itself: a row's padding is no token that
-    it has repeated."""
-    if not processors:
-        return logits
-    rows = [processors(ids[i : i + 1, start:], logits[i : i + 1]) for i, start in enumerate(starts)]
-    return torch.cat(rows)
 
 
 def choose_tokens(

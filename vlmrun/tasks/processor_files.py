@@ -84,7 +84,7 @@ def read_generation_settings(folder: Path) -> GenerationConfig:
     try:
         with quiet_transformers():
             return GenerationConfig.from_dict(dict(settings))
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # of every setting's own kind
         raise CheckpointError(
             f"generation_config.json cannot be read: {one_line(error)}", COPY
         ) from error
