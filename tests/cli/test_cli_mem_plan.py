@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from commands import Command
+from folders import copied, without
 from PIL import Image
 
 import vlmrun as package
@@ -335,6 +336,15 @@ def test_the_command_names_a_model_that_the_environment_chose(
     assert plan(vlmrun)["command"] == "vlmrun caption INPUT..."
     monkeypatch.setenv("VLMRUN_MODEL", "demo-siglip")
     assert plan(vlmrun)["command"] == "vlmrun embed -m demo-siglip INPUT..."
+
+
+def test_what_a_run_would_refuse_is_noted(vlmrun: Command, tmp_path: Path) -> None:
+    """The plan is the same; a script that runs at night should know before."""
+    folder = copied(DATA / "demo-llava", tmp_path / "m", without("tokenizer.json"))
+    done = vlmrun("mem-plan", "-m", folder)
+    assert done.code == 0
+    assert done.err == "vlmrun: vlmrun caption would refuse it: tokenizer.json is missing\n"
+    assert vlmrun("mem-plan", "-m", "demo").err == ""
 
 
 def test_quiet_leaves_notes_out(vlmrun: Command, tmp_path: Path) -> None:

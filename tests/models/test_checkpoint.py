@@ -311,6 +311,7 @@ def test_a_link_to_nowhere_is_no_weight_file(tmp_path: Path) -> None:
         (b'{"model_type": "siglip"', "config.json is not valid JSON | download it again"),
         (b"", "config.json is not valid JSON"),
         (b"\xff\xfe", "config.json is not valid JSON"),
+        (b'{"model_type": ["\\ud800"]}', "config.json is not valid JSON"),
         (b"[" * 100_000, "config.json is not valid JSON"),
         (POINTER, "config.json is not valid JSON | it is a Git-LFS pointer: run git lfs pull"),
         (b"[1]", "config.json is not a JSON object"),

@@ -54,14 +54,21 @@ def test_template_faults_are_told_apart(
         chat.input_ids(PROMPT, (20,), system=system)
 
 
+NAMED = [
+    {"name": "tool_use", "template": "tool <image>"},
+    {"name": "default", "template": "jason <image>"},
+]
+
+
 @pytest.mark.parametrize(
     "change",
     [
         setting("chat_template.json", chat_template="jason <image>"),
         setting("processor_config.json", chat_template="jason <image>"),
         setting("tokenizer_config.json", chat_template="jason <image>"),
+        setting("tokenizer_config.json", chat_template=NAMED),
     ],
-    ids=["chat_template.json", "processor_config.json", "tokenizer_config.json"],
+    ids=["chat_template.json", "processor_config.json", "tokenizer_config.json", "several"],
 )
 def test_template_is_found_wherever_it_lies(
     tiny_onevision: Path, tmp_path: Path, change: Change

@@ -22,7 +22,7 @@ from vlmrun.cli.options import (
 )
 from vlmrun.cli.screen import Screen, show_result, write_result
 from vlmrun.cli.texts import check_text
-from vlmrun.errors import ImageError, OutOfBudget, UsageError
+from vlmrun.errors import ImageError, OutOfBudget, UsageError, VlmrunError
 from vlmrun.files.images import read_size
 from vlmrun.files.inputs import find_inputs
 from vlmrun.files.rows import to_json
@@ -30,6 +30,7 @@ from vlmrun.job import Generation, Job
 from vlmrun.memory.floor import assumed_rates, floor
 from vlmrun.memory.plan import Plan
 from vlmrun.memory.workload import Size, flags_that_fit, plan_job
+from vlmrun.models.companions import check_companions
 from vlmrun.models.family import Task
 from vlmrun.models.model import Model, describe_model
 
@@ -86,7 +87,8 @@ def mem_plan(
     """
 
     def start() -> int:
-        images, sizes = read_sizes(pictures, Screen(talk, results_shown=False))
+        screen = Screen(talk, results_shown=False)
+        images, sizes = read_sizes(pictures, screen)
         job = Job(
             task="caption",
             placing=placing(model, memory, spec=model.spec("caption")),
@@ -109,6 +111,7 @@ def mem_plan(
         check_flags(task, opened.source.name, asked, vectors)
         job = replace(job, task=task)
         plan = plan_job(opened, job, sizes)
+        note_missing(opened, job, screen)
         own = asked if task == "caption" else vectors
         shown = pictures if images or job.texts else replace(pictures, inputs=[PLACEHOLDER])
         flags: dict[str, Any] = dict(flags_that_fit(plan))
@@ -118,6 +121,16 @@ def mem_plan(
         return 0 if plan.fits else OutOfBudget.exit_code
 
     return Command(start, talk)
+
+
+def note_missing(model: Model, job: Job, screen: Screen) -> None:
+    """Say what a run would refuse of the files beside the weights: they change no plan."""
+    if not model.source.complete:
+        return
+    try:
+        check_companions(model, images=bool(job.images) or not job.texts, texts=bool(job.texts))
+    except VlmrunError as error:
+        screen.note(f"vlmrun {job.task} would refuse it: {error.message}")
 
 
 def check_flags(task: Task, name: str, asked: PromptFlags, vectors: VectorFlags) -> None:

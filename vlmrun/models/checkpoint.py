@@ -187,6 +187,7 @@ def read_json(path: Path) -> dict[str, Any]:
     refuse_special(path)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(found, ensure_ascii=False).encode()  # an escape may be half a character
     except (ValueError, RecursionError) as error:
         pointer = path.read_bytes()[: len(LFS_POINTER)] == LFS_POINTER
         hint = "it is a Git-LFS pointer: run git lfs pull" if pointer else AGAIN

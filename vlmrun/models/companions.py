@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmrun.errors import CheckpointError, UnsupportedModel
-from vlmrun.models.checkpoint import read_json
+from vlmrun.models.checkpoint import read_json, unreadable
 from vlmrun.models.model import Model
 
 COPY = "copy it from where the model comes from"
@@ -124,11 +124,24 @@ def check_tokenizer(folder: Path, *, default: str) -> None:
         )
 
 
-def holds_template(folder: Path) -> bool:
-    """Whether one of its four places holds a chat template."""
-    places = ("processor_config.json", "chat_template.json", "tokenizer_config.json")
-    held = any(read_optional(folder, name).get("chat_template") for name in places)
-    return held or (folder / TEMPLATE).exists()
+def find_template(folder: Path) -> object:
+    """The chat template of a folder, or several by their names, from the first of its four places
+    that has one, in transformers' order; nothing where none has.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    for name in ("processor_config.json", "chat_template.json"):
+        if found := read_optional(folder, name).get("chat_template"):
+            return found
+    try:
+        return (folder / TEMPLATE).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return read_optional(folder, "tokenizer_config.json").get("chat_template")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{TEMPLATE} is not UTF-8", COPY) from error
+    except OSError as error:
+        raise unreadable(folder / TEMPLATE, error) from error
 
 
 def check_template(model: Model) -> tuple[str, ...]:
@@ -139,7 +152,7 @@ def check_template(model: Model) -> tuple[str, ...]:
     """
     folder = model.source.folder
     assert folder is not None
-    if holds_template(folder):
+    if find_template(folder):
         return ()
     if not model.family.chat_template(model.config):
         raise CheckpointError(f"{TEMPLATE} is missing, and no other file has one", COPY)

@@ -11,15 +11,13 @@ from vlmrun.models.model import Model
 from vlmrun.tasks.decode import Vocabulary
 from vlmrun.tasks.logits import check_settings
 from vlmrun.tasks.processor_files import (
-    check_said,
-    check_vocabulary,
-    load_tokenizer,
     one_line,
     read_generation_settings,
     read_image_token,
     read_stop_ids,
     read_template,
 )
+from vlmrun.tasks.tokenizer import check_said, check_vocabulary, encode, load_tokenizer
 
 Form = Callable[[str, int, str], object]  # (image token, pictures, prompt) -> what a user says
 
@@ -57,7 +55,7 @@ class Chat:
         assert decoder is not None
         self._entries = decoder.vocabulary
         tokenizer = load_tokenizer(folder, default="TokenizersBackend")
-        self._template = read_template(model, tokenizer)
+        self._template = read_template(model)
         self._image_token, image_token_id = read_image_token(model, tokenizer)
         self.vocabulary = read_vocabulary(model, tokenizer, image_token_id)
         self._form = self._choose_form()
@@ -76,8 +74,7 @@ class Chat:
         # As stock processors do: a template may write the start token, else the tokenizer adds it.
         start = tokenizer.bos_token
         started = start is not None and rendered.startswith(start)
-        # `verbose` is a remark on long sequences
-        ids = tokenizer(rendered, add_special_tokens=not started, verbose=False)["input_ids"]
+        ids = encode(tokenizer, rendered, special_tokens=not started)
         places = ids.count(placeholder)
         if places != len(costs):
             raise CheckpointError(

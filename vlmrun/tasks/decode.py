@@ -18,6 +18,7 @@ from vlmrun.models.shapes import Decoder
 from vlmrun.nn.parallel import from_first
 from vlmrun.tasks.kv import KVCache
 from vlmrun.tasks.logits import make_processors, processed
+from vlmrun.tasks.tokenizer import decode as text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def decode(
             logits = steps.step(chosen)
     for row in decoded:
         if not row.done:
-            row.text = vocabulary.tokenizer.decode(row.tokens, skip_special_tokens=True)
+            row.text = text_of(vocabulary.tokenizer, row.tokens)
     return decoded
 
 
@@ -235,9 +236,9 @@ def take_token(row: Decoded, token: int, vocabulary: Vocabulary, stop: Sequence[
     row.tokens.append(token)
     if token in vocabulary.stop_ids:
         row.done, row.finish = True, "stop"
-        row.text = vocabulary.tokenizer.decode(row.tokens, skip_special_tokens=True)
+        row.text = text_of(vocabulary.tokenizer, row.tokens)
     elif stop:
-        text = vocabulary.tokenizer.decode(row.tokens, skip_special_tokens=True)
+        text = text_of(vocabulary.tokenizer, row.tokens)
         ends = [at for at in (text.find(s) for s in stop) if at >= 0]
         if ends:
             row.done, row.finish, row.text = True, "stop", text[: min(ends)]

@@ -7,11 +7,9 @@ from vlmrun.models.companions import COPY
 from vlmrun.models.model import Model
 from vlmrun.tasks.chat import read_vocabulary
 from vlmrun.tasks.processor_files import (
-    check_said,
-    check_vocabulary,
-    load_tokenizer,
     read_image_token,
 )
+from vlmrun.tasks.tokenizer import check_said, check_vocabulary, encode, load_tokenizer
 
 # parts of a picture, as prompts and answers name them
 PLACES = [f"<loc{i:04}>" for i in range(1024)] + [f"<seg{i:03}>" for i in range(128)]
@@ -54,6 +52,6 @@ class Prefix:
         check_said("prompt", prompt, self._image_token)
         tokenizer, placeholder = self.vocabulary.tokenizer, self.vocabulary.placeholder_id
         said = f"{tokenizer.bos_token}{prompt}\n"
-        ids = tokenizer(said, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = encode(tokenizer, said, special_tokens=False)
         check_vocabulary(max(ids), self._entries)
         return (*[placeholder] * sum(costs), *ids)

@@ -1,53 +1,34 @@
-"""What the files beside the weights say: tokenizer, chat template, settings of the processors."""
+"""What the files beside the weights say: chat template, image token, settings of generation."""
 
 from pathlib import Path
 from typing import Any
 
 from transformers.generation.configuration_utils import GenerationConfig
-from transformers.models.auto.tokenization_auto import AutoTokenizer
 
-from vlmrun.errors import CheckpointError, UsageError
-from vlmrun.models.companions import COPY, OTHER_MODEL, check_tokenizer, read_optional
+from vlmrun.errors import CheckpointError
+from vlmrun.models.companions import COPY, OTHER_MODEL, TEMPLATE, find_template, read_optional
 from vlmrun.models.model import Model
 from vlmrun.models.quiet import quiet_transformers
 
 IMAGE_TOKEN = "<image>"
 
 
-def load_tokenizer(folder: Path, *, default: str) -> Any:
-    """The tokenizer of a folder, of the class that tokenizer_config.json names, else `default`.
-
-    Raises:
-        CheckpointError: its files are missing or damaged.
-    """
-    check_tokenizer(folder, default=default)
-    try:
-        with quiet_transformers():
-            return AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
-    except Exception as error:  # `tokenizers` raises nothing narrower
-        raise CheckpointError(f"the tokenizer cannot be read: {one_line(error)}", COPY) from error
-
-
-def read_template(model: Model, tokenizer: Any) -> str:
-    """The chat template, from the first place that has one, in transformers' order, else the
-    family's own.
+def read_template(model: Model) -> str:
+    """The chat template of a folder, the default one of several, else the family's own.
 
     Raises:
         CheckpointError: there is none.
     """
-    folder = model.source.folder
-    assert folder is not None
-    template = read_optional(folder, "processor_config.json").get("chat_template")
-    template = template or read_optional(folder, "chat_template.json").get("chat_template")
-    # The tokenizer has read chat_template.jinja, else tokenizer_config.json.
-    template = template or tokenizer.chat_template
+    assert model.source.folder is not None
+    template = find_template(model.source.folder)
+    if isinstance(template, list):  # as tokenizer_config.json lists several
+        named = [each for each in template if isinstance(each, dict)]
+        template = {each.get("name"): each.get("template") for each in named}
     if isinstance(template, dict):
         template = template.get("default")
     template = template or model.family.chat_template(model.config)
     if not isinstance(template, str) or not template:
-        raise CheckpointError("chat_template.jinja is missing", COPY)
+        raise CheckpointError(f"{TEMPLATE} is missing", COPY)
     return template
 
 
@@ -119,33 +100,6 @@ def read_stop_ids(model: Model, tokenizer: Any) -> frozenset[int]:
     return frozenset(stops)
 
 
-def check_text(what: str, text: str) -> None:
-    """Refuse text that no tokenizer takes: bytes of a shell or a file that are not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"the {what} {text!r} is not valid UTF-8", "convert it first") from error
-
-
-def check_said(what: str, text: str, image_token: str) -> None:
-    """Refuse what no tokenizer takes, and the token that stands for a picture."""
-    check_text(what, text)
-    if image_token in text:
-        raise UsageError(
-            f"the {what} holds {image_token}, which stands for a picture",
-            "leave it out; pictures are put before the prompt",
-        )
-
-
-def check_vocabulary(highest: int, vocabulary: int) -> None:
-    """Hold a token id to the rows of the model's table."""
-    if highest >= vocabulary:
-        raise CheckpointError(
-            f"the tokenizer gives id {highest}, and the model has {vocabulary} tokens",
-            OTHER_MODEL,
-        )
-
-
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """The first line of a foreign error."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,6 +1,5 @@
 """Texts become what SigLIP's text tower takes."""
 
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +9,7 @@ from vlmrun.errors import CheckpointError, UnsupportedModel
 from vlmrun.models.companions import COPY, read_optional, text_tokenizer
 from vlmrun.models.model import Model
 from vlmrun.models.open_clip import clean_text
-from vlmrun.tasks.processor_files import check_text, check_vocabulary, load_tokenizer
+from vlmrun.tasks.tokenizer import check_text, check_vocabulary, encode, load_tokenizer
 
 
 class TextPreprocessor:
@@ -32,7 +31,7 @@ class TextPreprocessor:
         self._lowers = False
         self._clean = model.config.get("tokenizer", {}).get("clean")  # open_clip's, else None
         self._tokenizer = load_tokenizer(folder, default=text_tokenizer(model))
-        ends = self._encoded(["a cat"])[0][-1] == self._tokenizer.eos_token_id
+        ends = self._encoded("a cat")[-1] == self._tokenizer.eos_token_id
         if not ends or self._tokenizer.pad_token_id is None:
             raise CheckpointError(
                 "the tokenizer does not end and pad texts, as SigLIP's does",
@@ -41,15 +40,18 @@ class TextPreprocessor:
         check_vocabulary(self._tokenizer.pad_token_id, text.vocabulary)
         # A tokenizer that lowers texts is left to do it its own way, one that is told not to
         # is obeyed. The generic one of SigLIP 2's files is neither (transformers#43054).
-        cased = read_optional(folder, "tokenizer_config.json").get("do_lower_case") is False
-        cased = cased or self._clean is not None
-        self._lowers = not cased and self._encoded(["A CAT"]) != self._encoded(["a cat"])
+        settings = read_optional(folder, "tokenizer_config.json")
+        cased = not settings.get("do_lower_case", True) or self._clean is not None
+        self._padded_left = settings.get("padding_side") == "left"
+        self._cut_left = settings.get("truncation_side") == "left"
+        self._lowers = not cased and self._encoded("A CAT") != self._encoded("a cat")
 
     def tokens(self, texts: Sequence[str]) -> tuple[torch.Tensor, tuple[str, ...]]:
         """Token ids [B, positions] int64, and a note for every text that is cut.
 
-        In lower case, ended by the end token, padded on the right to the position limit and
-        without a mask: the tower pools the last position, whatever it holds.
+        In lower case, ended by the end token, padded to the position limit and without a mask:
+        the tower pools the last position, whatever it holds. On the right, where
+        tokenizer_config.json names no side: SigLIP 2's class would pad on the left.
 
         Raises:
             UsageError: a text is not Unicode.
@@ -60,24 +62,21 @@ class TextPreprocessor:
         notes = []
         for text in texts:
             check_text("text", text)
-        for at, ids in enumerate(self._encoded(texts)):
+        for row, text in zip(rows, texts, strict=True):
+            ids = self._encoded(text)
             if len(ids) > limit:
-                start = texts[at] if len(texts[at]) < 40 else f"{texts[at][:39]}…"
-                notes.append(f"text {start!r} has {len(ids)} tokens and is cut to {limit}")
-                ids = ids[: limit - 1] + ids[-1:]
+                shown = text if len(text) < 40 else f"{text[:39]}…"
+                notes.append(f"text {shown!r} has {len(ids)} tokens and is cut to {limit}")
+                ids = ids[-limit:] if self._cut_left else ids[: limit - 1] + ids[-1:]
             check_vocabulary(max(ids), self._text.vocabulary)
-            rows[at, : len(ids)] = torch.tensor(ids)
+            start = limit - len(ids) if self._padded_left else 0
+            row[start : start + len(ids)] = torch.tensor(ids)
         return rows, tuple(notes)
 
-    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
-        if not texts:
-            return []
+    def _encoded(self, text: str) -> list[int]:
         if self._clean is not None:
-            texts = [clean_text(text, self._clean) for text in texts]
+            text = clean_text(text, self._clean)
         if self._lowers:
             # As transformers' Siglip2Tokenizer does; Python's own differs on a few letters.
-            texts = [Lowercase().normalize_str(text) for text in texts]
-        with warnings.catch_warnings():  # SigLIP's tokenizer does on a text that ends in </s>
-            warnings.simplefilter("ignore")
-            encoded = self._tokenizer(list(texts), verbose=False)
-        return [list(ids) for ids in encoded["input_ids"]]
+            text = Lowercase().normalize_str(text)
+        return encode(self._tokenizer, text)
