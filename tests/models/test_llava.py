@@ -135,6 +135,9 @@ def test_either_part_of_the_configuration_ties_the_head(family: str, section: st
         ({**LLAVA, "vision_feature_select_strategy": "cls"}, CheckpointError, "neither 'default'"),
         ({**LLAVA, "vision_feature_layer": -9}, CheckpointError, "-9 names no layer"),
         ({**NEXT, "image_grid_pinpoints": [[28, 40]]}, CheckpointError, "multiples of 28"),
+        ({**NEXT, "image_grid_pinpoints": [[28, 1e400]]}, CheckpointError, "multiples of 28"),
+        ({**NEXT, "image_grid_pinpoints": [["28", 28]]}, CheckpointError, "multiples of 28"),
+        ({**NEXT, "image_grid_pinpoints": [[28.0, 28]]}, CheckpointError, "multiples of 28"),
         ({"model_type": "vipllava"}, UnsupportedModel, "'vipllava' are not supported"),
     ],
 )

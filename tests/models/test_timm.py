@@ -16,9 +16,9 @@ from vlmrun.models.timm import (
     TIMM_FUSED,
     TIMM_IGNORED,
     TIMM_RENAMES,
-    picture_settings,
     translate_timm,
 )
+from vlmrun.models.transforms import picture_settings
 
 TIMM = replace(SIGLIP_VISION, renames=TIMM_RENAMES, fused=TIMM_FUSED, ignored=TIMM_IGNORED)
 MAP: dict[str, Any] = GOLDENS["models"]["map"]["config"]
@@ -124,6 +124,11 @@ def test_keys_become_module_paths(key: str, paths: list[str]) -> None:
         ({**HUB, "model_args": {"qkv_bias": False}}, UnsupportedModel, "qkv_bias"),
         ({**HUB, "model_args": {"block_fn": "x"}}, UnsupportedModel, "block_fn"),
         ({**HUB, "model_args": {"img_size": [384, 224]}}, UnsupportedModel, "[384, 224]"),
+        (
+            {**HUB, "model_args": {"img_size": 448, "dynamic_img_size": True}},
+            UnsupportedModel,
+            "img_size is 448 and input_size 384",
+        ),
         ({**HUB, "model_args": {"act_layer": "quick_gelu"}}, UnsupportedModel, "quick_gelu"),
         ({**HUB, "model_args": {"act_layer": ["gelu"]}}, UnsupportedModel, "['gelu']"),
         ({**HUB, "model_args": {"global_pool": "avg"}}, UnsupportedModel, "fc_norm None"),
@@ -147,6 +152,23 @@ def test_what_is_not_known_is_refused_by_name(
         translate_timm(config)
     assert words in told.value.message
     assert told.value.hint
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"img_size": 384, "dynamic_img_size": True}, {"dynamic_img_size": True}, {"img_size": 384}],
+    ids=str,
+)
+def test_a_tower_of_any_size_is_shown_its_own(given: dict[str, Any]) -> None:
+    found = translate_timm({**HUB, "model_args": given})
+    assert found["image_size"] == found["image_processor"]["crop_size"]["height"] == 384
+
+
+def test_an_unknown_architecture_is_told_what_is_near() -> None:
+    with pytest.raises(UnsupportedModel) as told:
+        translate_timm({**HUB, "architecture": "vit_base_patch16_siglip_gap_999"})
+    assert "vit_base_patch16_siglip_gap_256" in told.value.hint
+    assert len(told.value.hint) < 200
 
 
 def test_the_recipe_makes_the_weights_that_timm_ran() -> None:

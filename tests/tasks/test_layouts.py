@@ -15,7 +15,7 @@ from timm_goldens import GOLDENS, register_trunk, write_open_clip, write_timm
 
 import vlmrun
 from vlmrun.errors import UnsupportedModel
-from vlmrun.models.timm import HALVES_ROUNDED, picture_settings
+from vlmrun.models.transforms import HALVES_ROUNDED, picture_settings
 from vlmrun.tasks.crops import Crops
 from vlmrun.tasks.embed import embed_images, embed_texts
 from vlmrun.tasks.preprocess import PicturePreprocessor

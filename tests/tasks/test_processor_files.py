@@ -100,6 +100,10 @@ BAD_CAPTION_FILES = {
         setting("preprocessor_config.json", image_std=[0.5, 0, 0.5]),
         "make no finite numbers",
     ),
+    "tiles of another size": (
+        setting("preprocessor_config.json", crop_size={"height": 14, "width": 14}),
+        "crop_size is .* image_size 28",
+    ),
     "another size": (
         setting("preprocessor_config.json", size={"height": 56, "width": 56}),
         "size is .* image_size 28",

@@ -14,10 +14,11 @@ def read_tiling(
     """
     grid = config.get("image_grid_pinpoints")
     try:
-        pairs = tuple((int(h), int(w)) for h, w in (default if grid is None else grid))
+        pairs = tuple((h, w) for h, w in (default if grid is None else grid))
     except (TypeError, ValueError):
         pairs = ()
-    if not pairs or any(side < crop or side % crop for pair in pairs for side in pair):
+    sides = [side for pair in pairs for side in pair]
+    if not pairs or any(type(side) is not int or side < crop or side % crop for side in sides):
         raise contradiction(f"image_grid_pinpoints should be pairs of multiples of {crop}")
     return Tiling(pairs, max_tiles)
 

@@ -18,12 +18,11 @@ from vlmrun.models.family import Config, contradiction, number
 from vlmrun.models.timm import (
     TIMM_FUSED,
     TIMM_RENAMES,
-    color_settings,
-    missing,
     mlp_width,
     named_arguments,
     vision_settings,
 )
+from vlmrun.models.transforms import color_settings, missing
 
 CLEANINGS = ("canonicalize", "lower", "whitespace")
 # What SigLIP's text tower is, by the names of open_clip's settings: their values, the default

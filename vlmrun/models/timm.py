@@ -6,12 +6,13 @@ keeps in code; `model_args` overrides them, `pretrained_cfg` says how pictures a
 Source: timm 1.0.31, models/vision_transformer.py, models/_hub.py, data/transforms_factory.py.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from vlmrun.errors import CheckpointError, UnsupportedModel
+from vlmrun.errors import UnsupportedModel
 from vlmrun.models.family import Config, contradiction, number
+from vlmrun.models.names import nearest
+from vlmrun.models.transforms import missing, picture_settings
 
 SIZES: Mapping[str, Config] = {
     "base": {"embed_dim": 768, "depth": 12, "num_heads": 12, "mlp_ratio": 4.0},
@@ -32,8 +33,6 @@ RELEASES = (
 )
 # timm's names on the left, transformers' on the right; "gelu" is the error function in both.
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
-HALVES_ROUNDED = "halves_rounded"  # a setting of ours: the crop's corner, as torchvision's
-RESAMPLE = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}
 # Arguments that must be what a SigLIP tower has, where a file states them.
 FIXED: Config = {
     "in_chans": 3,
@@ -134,9 +133,10 @@ def named_arguments(name: object) -> Config:
     """
     known = ARCHITECTURES.get(str(name))
     if known is None:
+        near = nearest(str(name), ARCHITECTURES) or ["vit_so400m_patch14_siglip_384"]
         raise UnsupportedModel(
             f"timm architecture {name!r} is not supported",
-            f"supported: {', '.join(ARCHITECTURES)}",
+            f"towers of SigLIP are, as {' or '.join(near)}",
         )
     return known
 
@@ -163,13 +163,29 @@ def input_side(given: Config, pictures: Config) -> int:
     """Side of the square that the position table is made for.
 
     `model_args` goes before the size that pictures are prepared at, as in timm.
+
+    Raises:
+        CheckpointError: no size is named, or what is named is none.
+        UnsupportedModel: it is no square, or a tower for any size is shown another than its own.
     """
     size = given.get("img_size")
-    if size is None:
-        if pictures.get("input_size") is None:
-            raise missing("input_size")
-        channels_first = pictures["input_size"]
-        size = channels_first[1:] if isinstance(channels_first, list | tuple) else channels_first
+    dynamic = given.get("dynamic_img_size") or given.get("dynamic_img_pad")
+    if size is not None and not dynamic:
+        return square_side(size)
+    prepared = pictures.get("input_size")
+    if prepared is None:
+        raise missing("input_size")
+    shown = square_side(prepared[1:] if isinstance(prepared, list | tuple) else prepared)
+    if size is not None and square_side(size) != shown:
+        raise UnsupportedModel(
+            f"img_size is {square_side(size)} and input_size {shown}, with dynamic_img_size",
+            "set img_size and input_size to one size; embed --dynamic-size shows pictures at any",
+        )
+    return shown
+
+
+def square_side(size: object) -> int:
+    """Raises UnsupportedModel for sides of two lengths, CheckpointError for what is no size."""
     if isinstance(size, list | tuple) and len(size) == 2 and size[0] == size[1]:
         size = size[0]
     if isinstance(size, list | tuple):
@@ -218,71 +234,3 @@ def mlp_width(width: int, ratio: object) -> int:
     if not isinstance(ratio, int | float) or not 0 < ratio < 100:
         raise contradiction(f"mlp_ratio should be a positive number, not {ratio!r}")
     return int(width * ratio)
-
-
-def picture_settings(given: Config, side: int) -> dict[str, Any]:
-    """timm's evaluation transform as settings of a `SiglipImageProcessor`.
-
-    Most files say crop_mode "center" with crop_pct 0.9, though SigLIP was trained on squashed
-    pictures; what the file says is what timm does, with torchvision's rounding of the corner.
-
-    Raises:
-        CheckpointError: a setting is missing; colours and filter are never taken for granted.
-        UnsupportedModel: a filter or a way to crop that is not known.
-    """
-    mode, share = given.get("crop_mode") or "center", given.get("crop_pct") or 0.875
-    if mode not in ("center", "squash"):
-        raise UnsupportedModel(f"crop_mode is {mode!r}", "supported: center, squash")
-    if not isinstance(share, int | float) or not 0 < share <= 1:
-        raise contradiction(f"crop_pct should be above 0 and at most 1, not {share!r}")
-    edge = math.floor(side / share)
-    square = {"height": side, "width": side}
-    settings = color_settings(given)
-    if mode == "squash" and edge == side:
-        return {**settings, "size": square}
-    if mode == "squash":
-        raise UnsupportedModel("crop_mode is 'squash' with crop_pct below 1", "supported: with 1")
-    return {
-        **settings,
-        "image_processor_type": "CLIPImageProcessor",
-        "size": {"shortest_edge": edge},
-        "do_center_crop": True,
-        "crop_size": square,
-        HALVES_ROUNDED: True,
-    }
-
-
-def color_settings(given: Config) -> dict[str, Any]:
-    """Filter, mean and standard deviation, from either library's file.
-
-    Raises:
-        CheckpointError: one is missing or not one number per channel.
-        UnsupportedModel: the filter is not known.
-    """
-    absent = [name for name in ("mean", "std", "interpolation") if given.get(name) is None]
-    if absent:
-        raise missing(*absent)
-    for name in ("mean", "std"):
-        if not isinstance(given[name], list | tuple) or len(given[name]) != 3:
-            raise contradiction(f"{name} should be three numbers, not {given[name]!r}")
-    if given["interpolation"] not in list(RESAMPLE):
-        raise UnsupportedModel(
-            f"interpolation is {given['interpolation']!r}", f"supported: {', '.join(RESAMPLE)}"
-        )
-    return {
-        "image_processor_type": "SiglipImageProcessor",
-        "do_resize": True,
-        "resample": RESAMPLE[given["interpolation"]],
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": list(given["mean"]),
-        "image_std": list(given["std"]),
-    }
-
-
-def missing(*names: str) -> CheckpointError:
-    return CheckpointError(
-        f"the configuration does not say {', '.join(names)}",
-        "copy config.json from where the model comes from; it is not guessed",
-    )

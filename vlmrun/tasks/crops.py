@@ -19,7 +19,7 @@ from PIL import Image
 from vlmrun.errors import CheckpointError, ImageError
 from vlmrun.models.companions import COPY, OTHER_MODEL, read_image_settings
 from vlmrun.models.model import Model
-from vlmrun.models.timm import HALVES_ROUNDED
+from vlmrun.models.transforms import HALVES_ROUNDED
 from vlmrun.tasks.processor_files import one_line
 
 REQUIRED = ("size", "resample", "image_mean", "image_std")
@@ -239,7 +239,8 @@ def read_cut(
     cut, tiled = CUTS[kind], kind == "LlavaNextImageProcessor"
     if kind == "LlavaImageProcessor" and processor.do_pad:
         cut = "padded"
-    if cropped or tiled:  # the size of a tile, too
+    sized = kind == "LlavaOnevisionImageProcessor" and processor.crop_size
+    if cropped or tiled or sized:  # the size of a tile, too
         check_side(file, "crop_size", processor.crop_size, side)
     square = kind in CROPPING and shortest == side and (tiled or cut == "padded")
     fits = square or (cropped and not tiled and shortest and not processor.size.longest_edge)
