@@ -54,6 +54,7 @@ class Job:
     normalize: None = unit length for pooled vectors, as they are otherwise.
     max_patches: of a NaFlex picture; None = what its image processor says.
     scores: how well each text fits each picture, in the pictures' rows.
+    one_array: the vectors are written into one array, and so need one shape.
     dynamic_size: show a SigLIP tower pictures at their own size, not squashed to its square.
     """
 
@@ -76,3 +77,4 @@ class Job:
     max_patches: int | None = None
     dynamic_size: bool = False
     scores: bool = False
+    one_array: bool = False

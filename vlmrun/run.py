@@ -21,7 +21,7 @@ from vlmrun.memory.budget import format_bytes
 from vlmrun.memory.measure import PeakMemory
 from vlmrun.memory.plan import Plan
 from vlmrun.memory.working import DECODED_PIXEL_BYTES
-from vlmrun.memory.workload import flags_that_fit, own_placing, plan_job
+from vlmrun.memory.workload import check_shapes, flags_that_fit, own_placing, plan_job
 from vlmrun.models.companions import check_companions
 from vlmrun.models.families import is_supported
 from vlmrun.models.model import open_source, read_model
@@ -125,9 +125,13 @@ def prepare(job: Job, source: Source, stack: ExitStack) -> Ready:
         shard = read_shard(os.environ)
         model = shard_model(model, shard)
         job = replace(job, placing=own_placing(job.placing, shard))
-    sizes = known_sizes(job)
+    known = known_sizes(job)
+    check_shapes(model, job, known)
+    sizes = list(known.values())
     plan = plan_job(model, job, sizes)
-    notes = check_companions(model, images=bool(job.images), texts=bool(job.texts))
+    notes = check_companions(
+        model, images=bool(job.images), texts=bool(job.texts), dynamic=job.dynamic_size
+    )
     check_budget(plan)
     # late: torch and transformers cost seconds, and a refused job need not pay for them
     from vlmrun.load import load
@@ -186,14 +190,14 @@ def refuse_flags(job: Job) -> None:
         )
 
 
-def known_sizes(job: Job) -> list[tuple[int, int]]:
-    """Sizes of the pictures whose header can be read; the others become error rows later."""
+def known_sizes(job: Job) -> dict[str, tuple[int, int]]:
+    """Sizes, by path, of the pictures whose header can be read; the others become error rows."""
     options = DecodeOptions(background=job.background, max_pixels=job.max_pixels, frame=job.frame)
-    sizes = []
+    sizes = {}
     for path in job.images:
         image = ImageInput(path, job.stdin_image if path == "-" else None)
         try:
-            sizes.append(read_size(image, options=options))
+            sizes[path] = read_size(image, options=options)
         except ImageError:
             continue
     return sizes

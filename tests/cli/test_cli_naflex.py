@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from commands import Command, assert_refused
 from folders import picture
+from timm_goldens import write_timm
 
 SIZES = ((60, 40), (300, 6), (28, 28))
 
@@ -102,8 +103,10 @@ def test_pictures_at_their_own_size(
     assert rows[0]["embedding"][:16] != squashed[0]["embedding"]
     output = tmp_path / "v.npy"
     ragged = vlmrun(*argv, *shown[:2], "-o", output)
-    assert_refused(ragged, "does not fit into", hint="--format jsonl")
-    assert vlmrun(*argv, shown[0], shown[0], "-o", output, "--exists", "overwrite").code == 0
+    said = f"{shown[0]} makes 54 vectors and {shown[1]} 43: one array holds one shape"
+    assert_refused(ragged, said, hint="--format jsonl", code=2)
+    assert list(tmp_path.iterdir()) == []
+    assert vlmrun(*argv, shown[0], shown[0], "-o", output).code == 0
     assert np.load(output).shape == (2, 54, 48)
     plan = vlmrun("mem-plan", "-m", tiny_siglip_vision, "--dynamic-size", *shown).text
     assert "1 crop, 54 tokens" in plan
@@ -165,3 +168,15 @@ def test_scores_stand_in_the_rows_of_pictures(
 def test_scores_need_pictures(vlmrun: Command, tiny_siglip: Path) -> None:
     told = vlmrun("embed", "-m", tiny_siglip, "--scores", "-t", "a cat")
     assert_refused(told, "--scores: there are no pictures", code=2)
+
+
+def test_what_is_cut_off_is_told_where_it_is(
+    vlmrun: Command, shown: list[Path], tmp_path: Path
+) -> None:
+    """timm's files say the middle of a picture; at its own size all of it is seen."""
+    folder = write_timm(tmp_path / "m", "map")
+    cut = vlmrun("embed", "-m", folder, shown[0])
+    assert "the middle of every picture is seen" in cut.err
+    whole = vlmrun("embed", "-m", folder, "--dynamic-size", shown[0])
+    assert (whole.code, whole.err) == (0, "")
+    assert whole.rows != cut.rows

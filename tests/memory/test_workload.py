@@ -91,6 +91,9 @@ def test_scores_need_vectors_of_one_length() -> None:
     model = model_of({**TINY_SIGLIP, "text_config": text})
     job = embed(images=("a",), texts=("b",))
     assert plan_job(model, job, []).fits
+    assert plan_job(model, replace(job, images=(), one_array=True), []).fits
+    with pytest.raises(UnsupportedModel, match="vectors of 16 numbers of pictures and of 20"):
+        plan_job(model, replace(job, one_array=True), [])
     with pytest.raises(UnsupportedModel, match="vectors of 16 numbers of pictures and of 20"):
         plan_job(model, replace(job, scores=True), [])
     assert plan_job(model_of(TINY_SIGLIP), replace(job, scores=True), []).fits

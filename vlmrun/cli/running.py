@@ -15,10 +15,11 @@ from vlmrun.cli.screen import Screen, say
 from vlmrun.cli.signals import Signals
 from vlmrun.cli.statistics import show_statistics
 from vlmrun.errors import OutputError, UsageError
+from vlmrun.files.arrays import ARRAYS
 from vlmrun.files.inputs import Inputs, find_inputs
 from vlmrun.files.lines import LineWriter
 from vlmrun.files.output import StreamSink
-from vlmrun.files.writers import Writer, open_writer
+from vlmrun.files.writers import Writer, choose_format, open_writer
 from vlmrun.job import Job
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def run_inputs(
     job = replace(
         job,
         images=tuple(image.path for image in inputs.images),
+        one_array=choose_format(output_of(flags), flags.chosen_format(), task=job.task) in ARRAYS,
         stdin_image=next((i.data for i in inputs.images if i.data is not None), None),
     )
     screen = Screen(talk, results_shown=shown_on_terminal(flags), silent=silent)
@@ -99,7 +101,7 @@ def open_output(
         UsageError, OutputError: as `open_writer`.
     """
     return open_writer(
-        None if flags.output is None else Path(flags.output),
+        output_of(flags),
         task=job.task,
         stdout=io.BytesIO() if sys.stdout is None else sys.stdout.buffer,
         format=flags.chosen_format(),
@@ -109,6 +111,10 @@ def open_output(
         one_line=one_line,
         exists=flags.exists,
     )
+
+
+def output_of(flags: OutputFlags) -> Path | None:
+    return None if flags.output is None else Path(flags.output)
 
 
 def check_working_directory() -> None:

@@ -1,6 +1,6 @@
 """From a job and a model to a plan: the one path that `mem-plan` and every run share."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from vlmrun.errors import CheckpointError, UnsupportedModel, UsageError
@@ -38,7 +38,7 @@ def plan_job(model: Model, job: Job, sizes: Sequence[Size]) -> Plan:
     if model.family.task != job.task:
         other = "embed" if job.task == "caption" else "caption"
         raise UnsupportedModel(
-            f"{model.source.name} is a {model.family.name} model, made for vlmrun {other}",
+            f"{model.source.name} ({model.family.name}) is made for vlmrun {other}",
             f"choose another --model for {job.task}, or use vlmrun {other}",
         )
     phases = used_phases(model, job)
@@ -94,7 +94,7 @@ def used_phases(model: Model, job: Job) -> dict[Phase, tuple[str, ...]]:
             f"texts are embedded as pooled vectors only, not as {kind}",
             "leave out --output-kind, or the texts",
         )
-    if job.scores:
+    if job.texts and (job.scores or (job.one_array and job.images)):
         check_widths(model)
     wanted = {"text": bool(job.texts), "vision": bool(job.images) or not job.texts}
     return {phase: blocks for phase, blocks in phases.items() if wanted[phase]}
@@ -108,9 +108,30 @@ def check_widths(model: Model) -> None:
     width = text.projection or text.width
     if width != vision.width:
         raise UnsupportedModel(
-            f"--scores: {model.source.name} makes vectors of {vision.width} numbers of pictures "
-            f"and of {width} of texts, which no score can compare",
-            "leave it out, or choose another --model",
+            f"{model.source.name} makes vectors of {vision.width} numbers of pictures and of "
+            f"{width} of texts, which no score compares and no array holds",
+            "embed pictures and texts by two commands, without --scores",
+        )
+
+
+def check_shapes(model: Model, job: Job, sizes: Mapping[str, Size]) -> None:
+    """Hold pictures seen at their own (width, height) to the one shape that an array has.
+
+    Raises:
+        UsageError: two of them make matrices of different length.
+    """
+    if not (job.one_array and job.dynamic_size) or job.output_kind == "pooled":
+        return
+    view = view_of(model, job)
+    found: dict[int, str] = {}
+    for path, (width, height) in sizes.items():
+        cost = model.family.image_cost(model.architecture, width, height, view)
+        found.setdefault(cost.tokens, path)
+    if len(found) > 1:
+        (one, first), (other, second) = list(found.items())[:2]
+        raise UsageError(
+            f"{first} makes {one} vectors and {second} {other}: one array holds one shape",
+            "use --format jsonl, or leave out --dynamic-size",
         )
 
 

@@ -9,11 +9,13 @@ from typing import Any
 
 from vlmrun.errors import CheckpointError, UnsupportedModel
 from vlmrun.models.checkpoint import read_json, unreadable
+from vlmrun.models.family import Config
 from vlmrun.models.model import Model
 
 COPY = "copy it from where the model comes from"
 OTHER_MODEL = "the files are of different models or versions; download them again"
 VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json")
+CROPPED = "the middle of every picture is seen, as the model's settings for timm say"
 TEMPLATE = "chat_template.jinja"
 # settings of transformers' generate() that change greedy answers and are not followed, with the
 # values that ask for nothing
@@ -28,9 +30,12 @@ UNFOLLOWED: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def check_companions(model: Model, *, images: bool, texts: bool) -> tuple[str, ...]:
-    """Hold a folder to what a job with pictures or texts needs of it; returns notes on what was
-    put in place of a missing file.
+def check_companions(
+    model: Model, *, images: bool, texts: bool, dynamic: bool = False
+) -> tuple[str, ...]:
+    """Hold a folder to what a job with pictures or texts needs of it; `dynamic` pictures are seen
+    at their own size. Returns notes on what is put in place of a missing file, and on what is
+    seen of a picture.
 
     Raises:
         CheckpointError: a file is missing, or contradicts config.json.
@@ -43,13 +48,19 @@ def check_companions(model: Model, *, images: bool, texts: bool) -> tuple[str, .
         check_channels(model)
         read_image_settings(model)
         check_tiling(model)
+        notes += (CROPPED,) * (is_cropped(model.config) and not dynamic)
     if caption and model.family.prompt_style == "chat":
-        notes = check_template(model)
+        notes += check_template(model)
     if caption:
         notes += unfollowed_settings(folder)
     if caption or texts:
         check_tokenizer(folder, default="TokenizersBackend" if caption else text_tokenizer(model))
     return notes
+
+
+def is_cropped(config: Config) -> bool:
+    """Whether a configuration of timm's has pictures cut."""
+    return bool(config.get("image_processor", {}).get("do_center_crop"))
 
 
 def check_channels(model: Model) -> None:

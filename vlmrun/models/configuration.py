@@ -9,8 +9,6 @@ from vlmrun.models.source import Source
 from vlmrun.models.timm import translate_timm
 from vlmrun.models.weight_files import OPEN_CLIP, find_weights
 
-CROPPED = "the middle of every picture is seen, as the model's settings for timm say"
-
 
 def read_configuration(source: Source) -> tuple[Config, tuple[str, ...]]:
     """Read a source's configuration, and what had to be assumed where a file comes without one.
@@ -29,13 +27,9 @@ def read_configuration(source: Source) -> tuple[Config, tuple[str, ...]]:
     if source.file is None or own.exists():
         config = translated(read_json(own))
         if source.file is None or is_supported(config):
-            return config, (CROPPED,) * is_cropped(config)
+            return config, ()
     config, note = infer_config(read_header(folder / source.file))
     return config, (note,)
-
-
-def is_cropped(config: Config) -> bool:
-    return bool(config.get("image_processor", {}).get("do_center_crop"))
 
 
 def translated(config: Config) -> Config:
