@@ -316,7 +316,7 @@ def test_a_file_that_may_not_be_read(
         ("{entry}/a-00001-of-00002.safetensors", [], "is one of several shards", "the folder", 1),
         ("good.png", [], "good.png is a file, not a model", "the folder that holds", 1),
         ("./nowhere", [], "no such folder: ./nowhere", "owner/name on the hub", 1),
-        ("tiny", [], "unknown model 'tiny'", "packaged: demo, demo-siglip", 1),
+        ("tiny", [], "unknown model 'tiny'", "the short names, as siglip,", 1),
         ("{folder}", ["--revision", "v2"], "has no revisions", "leave out --revision", 2),
         ("{entry}", [], "holds no config.json", "it is a hub cache entry; the model lies in", 1),
     ],

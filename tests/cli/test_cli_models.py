@@ -119,6 +119,11 @@ def test_a_name_that_stands_for_nothing(vlmrun: Command, name: str) -> None:
     assert_refused(done, repr(name), "not the short name", hint="vlmrun models lists", code=2)
 
 
+def test_a_name_near_others_is_told_them(vlmrun: Command) -> None:
+    done = vlmrun("models", "PaliGemma")
+    assert_refused(done, "'PaliGemma'", hint="as paligemma-3b or paligemma-3b-448 or", code=2)
+
+
 def test_no_torch_and_no_hub_library_for_a_list() -> None:
     code = (
         "import sys; from vlmrun.cli import main; main(['models']); "

@@ -266,7 +266,12 @@ class TestLocal:
         ):
             resolve_source(spec)
 
-    @pytest.mark.parametrize("spec", ["siglipp", "", "gpt2", "x" * 300])
+    def test_near_names_are_told(self) -> None:
+        for spec, near in (("paligemma", "paligemma-3b"), ("llava-1.6-7b", "llava-1.5-7b")):
+            with says(SourceError, "unknown model", spec, hint=near):
+                resolve_source(spec)
+
+    @pytest.mark.parametrize("spec", ["", "gpt2", "x" * 300])
     def test_unknown_names_tell_where_the_known_ones_are(self, spec: str) -> None:
         with says(SourceError, "unknown model", spec, hint="`vlmrun models` lists") as caught:
             resolve_source(spec)

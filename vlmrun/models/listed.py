@@ -9,6 +9,7 @@ from vlmrun.models.aliases import ALIASES
 from vlmrun.models.dtype import Dtype, resolve_dtype
 from vlmrun.models.hub_cache import find_snapshot, is_complete
 from vlmrun.models.model import Model, describe_model, read_shapes
+from vlmrun.models.names import nearest
 from vlmrun.models.source import DEMOS, Source
 
 NAMES = (*ALIASES, *DEMOS)
@@ -55,9 +56,11 @@ def look_up(name: str) -> Listed:
     if name in DEMOS:
         return Listed(name, describe_model(name), "packaged")
     if name not in ALIASES:
+        near = nearest(name, NAMES)
+        hint = f"as {' or '.join(near)}; " if near else ""
         raise UsageError(
             f"{name!r} is not the short name of a model",
-            "vlmrun models lists them; vlmrun mem-plan -m tells what any other model needs",
+            f"{hint}vlmrun models lists them, vlmrun mem-plan -m plans any other model",
         )
     source = Source(name, name, ALIASES[name], None, None, False)
     return Listed(name, read_shapes(source), cached(ALIASES[name]))

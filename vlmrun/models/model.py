@@ -135,7 +135,7 @@ def assemble(source: Source, config: Config, checkpoint: Checkpoint, *notes: str
 
 @lru_cache(maxsize=1)
 def read_catalogue() -> Mapping[str, Mapping[str, Config]]:
-    """Configurations and stored dtypes of the aliases, by hub id; made by a script."""
+    """Configurations and stored dtypes of models with a short name, by hub id; made by a script."""
     found: dict[str, dict[str, Config]] = json.loads(CATALOGUE.read_text(encoding="utf-8"))
     return found
 

@@ -1,7 +1,7 @@
-"""Where a model comes from: an alias, a hub id, a folder, a single file or a packaged demo.
+"""Where a model comes from: a short name, a hub id, a folder, a single file or a packaged demo.
 
 What a spec means, first match wins:
-1. an alias or a packaged demo, even where a folder of that name lies in the working directory,
+1. a short name or a packaged demo, even where a folder of that name lies in the working directory,
    so that a name means the same model wherever a script runs; `./name` means the folder;
 2. a folder that exists, or a `.safetensors` file that does;
 3. `owner/name`: a model on the hub, looked up in the user's own hub cache first.
@@ -26,11 +26,12 @@ from vlmrun.models.hub_cache import (
     newest_snapshot,
     repo_of_snapshot,
 )
+from vlmrun.models.names import nearest
 from vlmrun.models.weight_files import SHARD
 
 DEMOS: Mapping[str, str] = {"demo": "demo-llava", "demo-siglip": "demo-siglip"}
 DATA = Path(__file__).parent.parent / "data"
-FAMILIAR = "siglip, llava-onevision-0.5b or paligemma-3b"
+FAMILIAR = ("siglip", "llava-onevision-0.5b", "paligemma-3b", *DEMOS)
 # The hub's own rule for names (huggingface_hub, validate_repo_id), with an owner.
 HUB_ID = re.compile(r"(?!.*(?:--|\.\.))\b[\w\-.]+\b/\b[\w\-.]{1,96}\b")
 
@@ -40,7 +41,7 @@ class Source:
     """Where a model's files are. Nothing of them has been read."""
 
     spec: str  # as the user wrote it
-    name: str  # alias, hub id, folder or file name, as rows print it
+    name: str  # short name, hub id, folder or file name, as rows print it
     repo_id: str | None
     revision: str | None  # the commit where it is known, else what was asked for
     folder: Path | None  # holds a configuration, except where `file` is set; None: nothing local
@@ -53,7 +54,7 @@ def resolve_source(spec: str, *, revision: str | None = None, offline: bool = Fa
     """Find a model's files on this machine; the network is not asked.
 
     Raises:
-        SourceError: the spec names nothing: no alias, no folder, no weight file, no possible
+        SourceError: the spec names nothing: no short name, no folder, no weight file, no possible
             hub id.
         CheckpointError: the folder holds no configuration, cannot be listed, or holds a pipe in
             place of a file.
@@ -186,10 +187,12 @@ def _unknown(spec: str) -> SourceError:
         what = "file" if spec.endswith(".safetensors") else "folder"
         return SourceError(
             f"no such {what}: {spec}",
-            "a model is a folder that exists, an alias, or owner/name on the hub",
+            "a model is a folder or .safetensors file that exists, a short name, or owner/name "
+            "on the hub",
         )
+    near = ", ".join(nearest(spec, (*ALIASES, *DEMOS)) or FAMILIAR)
     return SourceError(
         f"unknown model {spec!r}",
-        f"`vlmrun models` lists the aliases, as {FAMILIAR}; packaged: {', '.join(DEMOS)}; "
-        "else a folder, or owner/name on the hub",
+        f"`vlmrun models` lists the short names, as {near}; else a folder, a .safetensors file, "
+        "or owner/name on the hub",
     )
