@@ -171,7 +171,7 @@ def decisions(plan: Plan) -> list[tuple[str, str]]:
         ("arithmetic", f"{storage.compute_dtype} ({storage.compute_reason})"),
         ("device", f"{storage.device} ({storage.device_reason})"),
         *((f"{TOWERS[p]} attention", f"{a.backend} ({a.reason})") for p, a in attention.items()),
-        ("batch", str(plan.workload.batch_size)),
+        ("batch", f"{plan.workload.batch_size} ({plan.workload.batch_reason})"),
     ]
 
 

@@ -76,6 +76,7 @@ def run(
     placing = job.placing
     source, config = open_source(
         placing.model,
+        task=job.task,
         revision=placing.revision,
         offline=placing.offline,
         progress=progress,
@@ -146,6 +147,7 @@ def prepare(job: Job, source: Source, stack: ExitStack) -> Ready:
         batch = first_number(plan.workload.batch_size)
         job = replace(job, placing=replace(job.placing, batch_size=batch))
         plan = plan_job(model, job, sizes)
+        check_budget(plan)  # of this process, which may have less room than the first
     cache = stack.enter_context(ModelCache(plan.budget.ram_bytes + plan.budget.vram_bytes))
     stays = max(plan.stored_bytes(phase) for phase in plan.workload.phases)
     entry = stack.enter_context(

@@ -215,7 +215,7 @@ def test_verbose_says_what_was_decided_and_why(caption: Command, three: list[Pat
     assert "vlmrun: device: cpu (" in done.err
     assert "vlmrun: vision attention: sdpa (PyTorch has a fused kernel for heads of " in done.err
     assert "vlmrun: decoder attention: sdpa (" in done.err
-    assert "vlmrun: batch: 1\n" in done.err
+    assert "vlmrun: batch: 1 (all rows of the job)\n" in done.err
     assert done.text == "an elephant\n"
     assert caption(three[0], "-v", "-q").err == ""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Command
+from commands import Command, assert_refused
 from folders import copied, without
 from PIL import Image
 
@@ -220,6 +220,42 @@ def test_flags_that_change_the_plan(
     usual = plan(vlmrun, *model)["working"][key]
     changed = plan(vlmrun, *model, *flags)["working"][key]
     assert (changed > usual) if larger else (changed < usual)
+
+
+def test_scores_are_planned_as_their_texts(vlmrun: Command) -> None:
+    argv = ["-m", "demo-siglip", "-t", "a cat", PICTURES]
+    assert plan(vlmrun, *argv, "--scores", "--no-normalize")["peak"] == plan(vlmrun, *argv)["peak"]
+    told = vlmrun("mem-plan", *argv, "--scores").text.splitlines()[-1]
+    assert told.startswith("vlmrun embed -m demo-siglip -t 'a cat' --scores ")
+
+
+def test_a_plan_for_one_of_several_processes(vlmrun: Command) -> None:
+    """Half of the cut matrices each; a number that does not divide the heads is refused."""
+    model = ["-m", "llava-onevision-0.5b", "--ram", "8GiB"]
+    whole, half = plan(vlmrun, *model), plan(vlmrun, *model, "--tp", "2")
+    decoder = [
+        sum(each["bytes"] for each in found["layers"] if each["name"].startswith("decoder.layers"))
+        for found in (whole, half)
+    ]
+    assert 0.5 < decoder[1] / decoder[0] < 0.51  # norms are whole
+    assert half["command"] == (
+        "torchrun --nproc-per-node 2 -m vlmrun caption --tp -m llava-onevision-0.5b "
+        "--ram 8GiB INPUT..."
+    )
+    refused = vlmrun("mem-plan", *model, "--tp", "3")
+    assert_refused(refused, "3 processes do not divide the 16 vision heads", code=2)
+
+
+def test_a_batch_says_why(vlmrun: Command) -> None:
+    model = ["mem-plan", "-m", "llava-onevision-0.5b"]
+    for flags, why in (
+        (["--ram", "64GiB"], "1 (all rows of the job)"),
+        (["--ram", "64GiB", PICTURES], "6 (all rows of the job)"),
+        (["--ram", "64GiB", PICTURES, "-p", "a", "-p", "b"], "8 (the most that is tried)"),
+        (["--ram", "1500MiB", PICTURES], "(more would not fit, or read more for each row)"),
+        (["-b", "2"], "2 (asked for)"),
+    ):
+        assert re.search(rf"^batch +.*{re.escape(why)}$", vlmrun(*model, *flags).text, re.M), why
 
 
 def test_only_what_the_job_uses_is_counted(vlmrun: Command) -> None:

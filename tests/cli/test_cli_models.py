@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from commands import Command, Done, assert_refused
 from light import write_header
+from PIL import Image
 
 from vlmrun.models.aliases import ALIASES
 from vlmrun.models.dtype import Dtype
@@ -117,6 +118,16 @@ def test_a_model_that_is_partly_cached_is_planned_from_its_shapes(
 def test_a_name_that_stands_for_nothing(vlmrun: Command, name: str) -> None:
     done = vlmrun("models", "siglip", name)
     assert_refused(done, repr(name), "not the short name", hint="vlmrun models lists", code=2)
+
+
+@pytest.mark.parametrize(("command", "name"), [("caption", "siglip"), ("embed", "llava-1.5-7b")])
+def test_the_other_command_is_named_before_the_hub_is_asked(
+    vlmrun: Command, command: str, name: str, tmp_path: Path
+) -> None:
+    Image.new("RGB", (9, 9)).save(tmp_path / "x.png")
+    other = {"caption": "embed", "embed": "caption"}[command]
+    done = vlmrun(command, "-m", name, "--offline", tmp_path / "x.png")
+    assert_refused(done, name, f"is made for vlmrun {other}", hint=f"use vlmrun {other}")
 
 
 def test_a_name_near_others_is_told_them(vlmrun: Command) -> None:

@@ -438,7 +438,7 @@ def test_an_alias_is_described_without_a_network(alias: str) -> None:
 
 def test_a_folder_is_described_as_it_is_opened(tmp_path: Path) -> None:
     folder = write(tmp_path, TINY_SIGLIP, lambda _: None)
-    source, config = open_source(folder)
+    source, config = open_source(folder, task="embed")
     assert config == TINY_SIGLIP
     assert source.name == "model"
     assert read_model(source) == describe_model(folder)
@@ -447,8 +447,8 @@ def test_a_folder_is_described_as_it_is_opened(tmp_path: Path) -> None:
 def test_an_unsupported_model_is_opened_only_as_untested(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip"}))
     with pytest.raises(UnsupportedModel, match="'clip'"):
-        open_source(str(tmp_path))
-    source, config = open_source(str(tmp_path), untested=True)
+        open_source(str(tmp_path), task="embed")
+    source, config = open_source(str(tmp_path), task="embed", untested=True)
     assert (source.folder, config) == (tmp_path, {"model_type": "clip"})
 
 

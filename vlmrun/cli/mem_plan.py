@@ -8,7 +8,7 @@ import typer
 
 from vlmrun.cli.caption import PromptFlags
 from vlmrun.cli.command import Command, flags_of, spell, takes_flags
-from vlmrun.cli.embed import VectorFlags, of_vectors
+from vlmrun.cli.embed import LengthFlags, VectorFlags, of_vectors
 from vlmrun.cli.options import (
     MODEL_VARIABLES,
     MemoryFlags,
@@ -26,13 +26,14 @@ from vlmrun.errors import ImageError, OutOfBudget, UsageError, VlmrunError
 from vlmrun.files.images import read_size
 from vlmrun.files.inputs import find_inputs
 from vlmrun.files.rows import to_json
-from vlmrun.job import Generation, Job
+from vlmrun.job import Generation, Job, Placing
 from vlmrun.memory.floor import assumed_rates, floor
 from vlmrun.memory.plan import Plan
-from vlmrun.memory.workload import Size, flags_that_fit, plan_job
+from vlmrun.memory.workload import Size, flags_that_fit, own_placing, plan_job
 from vlmrun.models.companions import check_companions
 from vlmrun.models.family import Task
 from vlmrun.models.model import Model, describe_model
+from vlmrun.models.sharding import Shard, shard_model
 
 of_plan = partial(typer.Option, rich_help_panel="Plan")
 PLACEHOLDER = "INPUT..."
@@ -66,6 +67,15 @@ class PlanFlags:
         int | None,
         of_plan(min=1, metavar="N", help="Add the time for N pictures.", show_default=False),
     ] = None
+    tp: Annotated[
+        int | None,
+        of_plan(
+            min=1,
+            metavar="N",
+            help="Plan for one of N processes that share the model (see --tp of caption).",
+            show_default=False,
+        ),
+    ] = None
     json: Annotated[bool, of_output("--json", help="The whole plan as one JSON object.")] = False
 
 
@@ -75,6 +85,7 @@ def mem_plan(
     wanted: PlanFlags,
     asked: PromptFlags,
     vectors: PlannedVectors,
+    length: LengthFlags,
     model: ModelFlags,
     memory: MemoryFlags,
     talk: TalkFlags,
@@ -89,38 +100,62 @@ def mem_plan(
     def start() -> int:
         screen = Screen(talk, results_shown=False)
         images, sizes = read_sizes(pictures, screen)
-        job = Job(
-            task="caption",
-            placing=placing(model, memory, spec=model.spec("caption")),
-            images=images,
-            max_pixels=pictures.max_pixels,
-            frame=pictures.frame,
-            texts=vectors.texts(stdin_allowed=False),
-            prompts=asked.prompts(),
-            system=check_text(asked.system, where="--system"),
-            detail=asked.detail,
-            generation=Generation(max_new_tokens=asked.max_new_tokens),
-            output_kind=vectors.kind(),
-            max_patches=vectors.max_patches,
-            dynamic_size=vectors.dynamic_size,
-        )
+        placed = placing(model, memory, spec=model.spec("caption"))
+        job = asked_job(placed, pictures, images, asked, vectors, length)
         opened = describe_model(
             job.placing.model, revision=job.placing.revision, offline=job.placing.offline
         )
         task = opened.family.task
-        check_flags(task, opened.source.name, asked, vectors)
-        job = replace(job, task=task)
+        own: tuple[object, ...] = (asked,)
+        other: tuple[object, ...] = (vectors, length)
+        if task == "embed":
+            own, other = other, own
+        check_flags(task, opened.source.name, *other)
+        opened, job = shared(opened, replace(job, task=task), wanted.tp)
         plan = plan_job(opened, job, sizes)
         note_missing(opened, job, screen)
-        own = asked if task == "caption" else vectors
         shown = pictures if images or job.texts else replace(pictures, inputs=[PLACEHOLDER])
         flags: dict[str, Any] = dict(flags_that_fit(plan))
         fitting = replace(memory, **flags)
-        command = spell(task, named(model, task), fitting, own, shown)
-        show(plan, opened, command, wanted, talk, prompts=max(1, len(job.prompts)))
+        command = spell(task, named(model, task), fitting, *own, shown)
+        show(
+            plan,
+            opened,
+            launched(command, wanted.tp),
+            wanted,
+            talk,
+            prompts=max(1, len(job.prompts)),
+        )
         return 0 if plan.fits else OutOfBudget.exit_code
 
     return Command(start, talk)
+
+
+def asked_job(
+    placed: Placing,
+    pictures: PictureFlags,
+    images: tuple[str, ...],
+    asked: PromptFlags,
+    vectors: VectorFlags,
+    length: LengthFlags,
+) -> Job:
+    """The job that the flags of both commands ask for; the model decides whose it is."""
+    return Job(
+        task="caption",
+        placing=placed,
+        images=images,
+        max_pixels=pictures.max_pixels,
+        frame=pictures.frame,
+        texts=vectors.texts(stdin_allowed=False),
+        prompts=asked.prompts(),
+        system=check_text(asked.system, where="--system"),
+        detail=asked.detail,
+        generation=Generation(max_new_tokens=asked.max_new_tokens),
+        output_kind=vectors.kind(),
+        max_patches=vectors.max_patches,
+        dynamic_size=vectors.dynamic_size,
+        scores=length.scores,
+    )
 
 
 def note_missing(model: Model, job: Job, screen: Screen) -> None:
@@ -133,13 +168,33 @@ def note_missing(model: Model, job: Job, screen: Screen) -> None:
         screen.note(f"vlmrun {job.task} would refuse it: {error.message}")
 
 
-def check_flags(task: Task, name: str, asked: PromptFlags, vectors: VectorFlags) -> None:
+def shared(model: Model, job: Job, processes: int | None) -> tuple[Model, Job]:
+    """A model and a job as the first of several processes on this machine has them.
+
+    Raises:
+        UsageError: their number does not divide the model.
+    """
+    if processes is None:
+        return model, job
+    shard = Shard(0, processes, 0, processes)
+    return shard_model(model, shard), replace(job, placing=own_placing(job.placing, shard))
+
+
+def launched(command: str, processes: int | None) -> str:
+    """A command, or what starts it in several processes."""
+    if processes is None:
+        return command
+    words = command.split(" ", 2)
+    return " ".join([f"torchrun --nproc-per-node {processes} -m", *words[:2], "--tp", *words[2:]])
+
+
+def check_flags(task: Task, name: str, *other: object) -> None:
     """Refuse flags of the other task.
 
     Raises:
         UsageError: there are some.
     """
-    wrong = flags_of(vectors if task == "caption" else asked)
+    wrong = flags_of(*other)
     if wrong:
         verb = "captions" if task == "caption" else "embeds"
         raise UsageError(

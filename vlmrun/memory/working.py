@@ -37,6 +37,7 @@ class Workload:
     prompt_tokens: int = 0
     new_tokens: int = 0
     batch_size: int = 1
+    batch_reason: str = ""
     picture_known: bool = True
 
     @property

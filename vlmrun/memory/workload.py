@@ -13,7 +13,7 @@ from vlmrun.models.companions import COPY, read_image_settings
 from vlmrun.models.decoders import KINDS
 from vlmrun.models.dtype import Dtype, parse_dtype, resolve_dtype
 from vlmrun.models.family import ImageCost, Phase, View
-from vlmrun.models.model import Model
+from vlmrun.models.model import Model, check_task
 from vlmrun.models.sharding import Shard
 from vlmrun.models.siglip2 import MAX_PATCHES
 
@@ -35,12 +35,7 @@ def plan_job(model: Model, job: Job, sizes: Sequence[Size]) -> Plan:
         UsageError: flags contradict each other or the model.
         UnsupportedModel: the model cannot give this kind of output.
     """
-    if model.family.task != job.task:
-        other = "embed" if job.task == "caption" else "caption"
-        raise UnsupportedModel(
-            f"{model.source.name} ({model.family.name}) is made for vlmrun {other}",
-            f"choose another --model for {job.task}, or use vlmrun {other}",
-        )
+    check_task(model.family, model.source.name, job.task)
     phases = used_phases(model, job)
     storage = decide_storage(model, job.placing, phases)
     budget = read_budget(job.placing.ram, job.placing.vram, device=storage.device)
@@ -69,11 +64,9 @@ def own_placing(placing: Placing, shard: Shard) -> Placing:
             f"--device {placing.device} is one GPU, and {shard.local_size} processes share it",
             "use --device cuda: every process takes the GPU of its own number",
         )
-    if device != "cpu":
-        device = f"cuda:{shard.local_rank}"
     return replace(
         placing,
-        device=device,
+        device=placing.device if device == "cpu" else f"cuda:{shard.local_rank}",
         ram=placing.ram or f"{100 * SHARE / shard.local_size:.2f}%",
     )
 
@@ -262,9 +255,15 @@ def flags_that_fit(plan: Plan) -> dict[str, str]:
 
 
 def planned(
-    model: Model, load: Workload, batch: int, storage: Storage, budget: Budget, placing: Placing
+    model: Model,
+    load: Workload,
+    batch: int,
+    storage: Storage,
+    budget: Budget,
+    placing: Placing,
+    reason: str = "asked for",
 ) -> Plan:
-    sized = replace(load, batch_size=batch)
+    sized = replace(load, batch_size=batch, batch_reason=reason)
     return make_plan(model, sized, storage=storage, budget=budget, resident=placing.resident)
 
 
@@ -274,9 +273,17 @@ def largest_batch(
     """The batch of up to 8 that fits with the fewest weights crossing per row, the largest of
     equals: where all weights stay for one row, they stay for the batch; where they do not, a
     batch shares each crossing as long as it does not push out more than that saves."""
-    most = 1 if one_row_only(storage.attention, storage.device) else MAX_BATCH
-    sizes = range(min(most, load.count), 0, -1)
-    plans = [planned(model, load, batch, storage, budget, placing) for batch in sizes]
+    most, reason = MAX_BATCH, "the most that is tried"
+    if one_row_only(storage.attention, storage.device):
+        most, reason = 1, "flex_attention decodes one row at a time on a CPU"
+    if load.count <= most:
+        most, reason = load.count, "all rows of the job"
+    reasons = dict.fromkeys(range(1, most), "more would not fit, or read more for each row")
+    reasons[most] = reason
+    plans = [
+        planned(model, load, batch, storage, budget, placing, reasons[batch])
+        for batch in range(most, 0, -1)
+    ]
     return min(
         [plan for plan in plans if plan.fits] or plans[-1:],
         key=lambda plan: plan.crossing_bytes / plan.workload.batch_size,

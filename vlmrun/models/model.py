@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from vlmrun.errors import CheckpointError
+from vlmrun.errors import CheckpointError, UnsupportedModel
 from vlmrun.models.checkpoint import (
     Checkpoint,
     TensorInfo,
@@ -17,7 +17,7 @@ from vlmrun.models.checkpoint import (
 from vlmrun.models.configuration import read_configuration
 from vlmrun.models.dtype import SAFETENSORS
 from vlmrun.models.families import family_of
-from vlmrun.models.family import Config, Family
+from vlmrun.models.family import Config, Family, Task
 from vlmrun.models.layer import Block, Layer, Shape, Weight
 from vlmrun.models.shapes import Architecture
 from vlmrun.models.source import (
@@ -60,6 +60,7 @@ class Model:
 def open_source(
     spec: str,
     *,
+    task: Task,
     revision: str | None = None,
     offline: bool = False,
     progress: bool = False,
@@ -71,17 +72,30 @@ def open_source(
     Raises:
         SourceError: it cannot be found or reached.
         CheckpointError: its configuration cannot be read.
-        UnsupportedModel: no family runs it; said before a weight is downloaded.
+        UnsupportedModel: no family runs it, or one made for another task; said before a weight
+            is downloaded, and of what the catalogue knows before the hub is asked.
     """
     source = resolve_source(spec, revision=revision, offline=offline)
+    known = read_catalogue().get(source.repo_id or "")
+    if known is not None and revision is None:
+        check_task(family_of(known["config"]), source.name, task)
     if source.folder is None:
         source = fetch_configuration(source)
     config, _ = read_configuration(source)
     if not untested:
-        family_of(config)
+        check_task(family_of(config), source.name, task)
     if not source.complete:
         source = fetch_model(source, progress=progress)
     return source, config
+
+
+def check_task(family: Family, name: str, task: Task) -> None:
+    """Raises UnsupportedModel, with the command to use, where a family is made for another task."""
+    if family.task != task:
+        raise UnsupportedModel(
+            f"{name} ({family.name}) is made for vlmrun {family.task}",
+            f"choose another --model for {task}, or use vlmrun {family.task}",
+        )
 
 
 def describe_model(spec: str, *, revision: str | None = None, offline: bool = False) -> Model:
