@@ -13,6 +13,8 @@ from commands import Command
 from tiny import build_onevision, build_siglip
 from tiny_paligemma import build_paligemma
 
+from vlmrun.cli import processes
+
 WORKER = Path(__file__).parent / "parallel_worker.py"
 PICTURES = sorted((Path(__file__).parents[1] / "vlmrun/data/pictures").glob("*.png"))[:3]
 TEXTS = ["-t", "a red apple", "-t", "two cats"]
@@ -121,11 +123,12 @@ def test_residency_under_two_processes_never_changes_the_bits(
 
 
 def test_only_the_first_process_talks(shared: Path, commands: dict[str, list[str]]) -> None:
-    """One error line for the broken picture, and in both processes the code for it."""
+    """One error line for the broken picture, and from the first process the code for it: after
+    another's, torchrun would end the first while it writes."""
     told = (shared / "told").read_text()
     assert told.count("broken.png") == 1
-    expected = [3 if name == "a broken picture" else 0 for name in commands]
-    for rank in range(2):
+    for rank, code in enumerate((3, 0)):
+        expected = [code if name == "a broken picture" else 0 for name in commands]
         assert json.loads((shared / f"codes.{rank}").read_text()) == [*expected, 1]
 
 
@@ -167,8 +170,11 @@ def test_misuse_is_told_before_anything_is_loaded(
 def test_another_process_leaves_the_telling_to_the_first(
     vlmrun: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And tells what the first did not: where it does, torchrun has ended this one by then."""
+    waited: list[float] = []
+    monkeypatch.setattr(processes.time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "1")
-    done = vlmrun("caption", "--tp", "--nonsense", *PICTURES)
-    assert done.code == 2
     done = vlmrun("caption", "--tp", "no-such-file.png")
-    assert (done.code, done.err) == (2, "")
+    assert waited == [processes.PATIENCE]
+    assert done.code == 2
+    assert done.err.startswith("vlmrun: error: process 1: ")

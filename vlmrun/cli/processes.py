@@ -1,10 +1,13 @@
 """One job in several processes: the first one writes and talks, the others only compute."""
 
 import os
+import time
 from collections.abc import Sequence
 
 from vlmrun.errors import UsageError
 from vlmrun.models.sharding import read_shard
+
+PATIENCE = 5.0  # seconds; processes on one machine start at different moments
 
 
 def follows_another(*, tp: bool) -> bool:
@@ -23,6 +26,13 @@ def follows_another(*, tp: bool) -> bool:
     return False
 
 
-def told_by_the_first(arguments: Sequence[str]) -> bool:
-    """Whether the first process reads the same command line, and tells what is wrong with it."""
-    return "--tp" in arguments and os.environ.get("RANK", "0") != "0"
+def let_the_first_tell(arguments: Sequence[str]) -> str:
+    """Wait for the first process to tell of an error, where this is another: most errors are
+    those of all, and torchrun ends the others as soon as one has ended. Returns what to put
+    before one that is this process's own.
+    """
+    rank = os.environ.get("RANK", "0")
+    if "--tp" not in arguments or rank == "0":
+        return ""
+    time.sleep(PATIENCE)
+    return f"process {rank}: "

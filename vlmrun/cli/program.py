@@ -16,10 +16,10 @@ from vlmrun.cli.command import Command
 from vlmrun.cli.embed import embed
 from vlmrun.cli.mem_plan import mem_plan
 from vlmrun.cli.models import models
-from vlmrun.cli.processes import told_by_the_first
+from vlmrun.cli.processes import let_the_first_tell
 from vlmrun.cli.screen import say
 from vlmrun.cli.signals import Interrupted
-from vlmrun.errors import UsageError, VlmrunError
+from vlmrun.errors import VlmrunError
 from vlmrun.files.output import errors_named
 
 COMPLETION = "_VLMRUN_COMPLETE"  # set by the shell that asks for completions
@@ -44,11 +44,11 @@ def run_arguments(arguments: list[str]) -> int:
     except BrokenPipeError:  # whoever reads the results has enough of them
         return 0
     except VlmrunError as error:
-        if isinstance(error, UsageError) and told_by_the_first(arguments):
-            return error.exit_code
-        return tell(error.message, error.hint, error.exit_code, verbose)
+        whose = let_the_first_tell(arguments)
+        return tell(whose + error.message, error.hint, error.exit_code, verbose)
     except Exception as error:
-        return tell(*what_happened(error), 1, verbose)
+        message, hint = what_happened(error)
+        return tell(let_the_first_tell(arguments) + message, hint, 1, verbose)
 
 
 def flush_and_exit(code: int) -> NoReturn:
@@ -91,6 +91,7 @@ def parse(arguments: list[str]) -> Command | int:
         name = "vlmrun" if context is None else context.command_path
         lists = "commands" if context is None or context.parent is None else "flags"
         words = explained(error).replace("Value error, ", "").rstrip(".")
+        words = words.replace(": Input should be", ": should be").partition(", unable to parse")[0]
         return tell(words, f"{name} --help lists the {lists}", 2, 0)
     except SystemExit as error:  # shell completion, or the reader of the help text is gone
         gone = isinstance(error.__context__, BrokenPipeError)
