@@ -22,8 +22,10 @@ CACHED = {
 NOTES = (
     "GiB. all: one picture, with every weight it takes kept in that memory.",
     "least: the same, with the weights read from disk whenever they run.",
-    "vlmrun models NAME tells every dtype; vlmrun mem-plan -m NAME plans a job.",
+    "vlmrun mem-plan -m NAME plans a job.",
 )
+MORE = "vlmrun models NAME tells every dtype."
+WITH_GPU = "RAM with a GPU: what stays in RAM while all weights are kept in VRAM."
 
 
 def listing(models: Iterable[Listed]) -> Group:
@@ -34,7 +36,7 @@ def listing(models: Iterable[Listed]) -> Group:
         sizes = (each.nbytes, *figures(needs_of(each.model, each.dtype))[:4])
         words = (each.name, each.model.family.task, str(each.dtype), cached)
         table.add_row(*words, *map(gibibytes, sizes))
-    return Group(table, Text(""), *map(Text, NOTES))
+    return Group(table, Text(""), *map(Text, (*NOTES, MORE)))
 
 
 def details(models: Iterable[Listed]) -> Group:
@@ -54,7 +56,7 @@ def details(models: Iterable[Listed]) -> Group:
         for dtype in Dtype:
             table.add_row(str(dtype), *map(gibibytes, figures(needs_of(each.model, dtype))))
         parts += [table, Text("")]
-    return Group(*parts, *map(Text, NOTES))
+    return Group(*parts, *map(Text, (*NOTES, WITH_GPU)))
 
 
 def figures(needs: Needs) -> tuple[int, ...]:

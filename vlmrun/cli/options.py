@@ -67,7 +67,8 @@ named_model = partial(
     "-m",
     "--model",
     metavar="MODEL",
-    help="Alias, hub id or folder; demo and demo-siglip are packaged.",
+    help="Short name (see vlmrun models), hub id, folder or .safetensors file; demo and "
+    "demo-siglip are packaged.",
 )
 
 

@@ -25,7 +25,7 @@ Task = Literal["caption", "embed"]
 
 # Formats of a task by the suffix that picks them. `json` is one object per line, as `jsonl`.
 SUFFIXES: dict[Task, dict[str, str]] = {
-    "caption": {".txt": "text", ".tsv": "text", ".jsonl": "jsonl"},
+    "caption": {".txt": "text", ".tsv": "tsv", ".jsonl": "jsonl"},
     "embed": {
         ".npy": "npy",
         ".npz": "npz",
@@ -77,7 +77,7 @@ def open_writer(
     """Open the output and lock it; nothing that is there is changed before a row is finished.
 
     Text: with `single` (one file was named) and one of `prompts`, the caption alone and as it
-    is; else, and in a `.tsv` always, lines of `path TAB caption`, with several prompts `path TAB
+    is; else, and as `tsv` always, lines of `path TAB caption`, with several prompts `path TAB
     name TAB caption`, where the caption's line breaks become spaces. `filenames` forces the path
     in or out. `one_line` folds captions in every form. JSON: one object per line, failures
     included; text leaves failures out. Arrays: see `arrays`.
@@ -87,10 +87,9 @@ def open_writer(
         OutputError: it exists already, is being written by another run, or cannot be written.
     """
     chosen = choose_format(output, format, task=task)
-    table = output is not None and output.suffix.lower() == ".tsv"
-    bare = single and prompts == 1 and not table
+    bare = single and prompts == 1 and chosen != "tsv"
     form: TextForm | JsonForm = JsonForm(folded=one_line)
-    if chosen == "text":
+    if chosen in ("text", "tsv"):
         with_path = not bare if filenames is None else filenames
         form = TextForm(with_path, name=prompts > 1, folded=one_line or not bare or with_path)
     if output is None:
