@@ -7,9 +7,7 @@ Source: open_clip 3.3.0, model.py, timm_model.py, transformer.py, transform.py, 
 """
 
 import html
-import re
 import string
-import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,32 +45,6 @@ MODEL_NEEDS: Mapping[str, tuple[object, ...]] = {
     "custom_text": (True,),
     "quick_gelu": (None, False),
 }
-
-# Characters that open_clip has ftfy write plainly: curly quotes, ligatures, other widths, Windows'
-# characters among the C1 controls; other controls go. ftfy also repairs texts that were read in a
-# wrong encoding, which is not done here.
-WIDTHS = (0x3000, *range(0xFF01, 0xFFF0))
-LIGATURES = (
-    0x132,
-    0x133,
-    0x149,
-    *range(0x1C4, 0x1CD),
-    *range(0x1F1, 0x1F4),
-    *range(0xFB00, 0xFB07),
-)
-WINDOWS = {
-    code: bytes([code]).decode("cp1252", "ignore") or chr(code) for code in range(0x80, 0xA0)
-}
-CONTROLS = (*range(9), 0xB, *range(0xE, 0x20), 0x7F, *range(0x206A, 0x2070), 0xFEFF)
-PLAIN: dict[int, str | None] = {
-    **{code: unicodedata.normalize("NFKC", chr(code)) for code in (*WIDTHS, *LIGATURES)},
-    0xFB05: "\u017ft",  # its long s stays
-    **WINDOWS,
-    **dict.fromkeys((0x2BC, *range(0x2018, 0x201C)), "'"),
-    **dict.fromkeys(range(0x201C, 0x2020), '"'),
-    **dict.fromkeys((*CONTROLS, *range(0xFFF9, 0xFFFD))),
-}
-TERMINAL_ESCAPE = re.compile(r"\033\[[\d;]*[a-zA-Z]")
 
 OPEN_CLIP_RENAMES = (
     (r"^module\.", ""),
@@ -218,10 +190,9 @@ def clean_text(text: str, kind: str) -> str:
     kind: "whitespace" joins words by one space; "lower" also lowers; "canonicalize", SigLIP's,
         also takes _ for a space and drops ASCII punctuation.
     """
-    text = html.unescape(text) if "<" not in text else text
-    # Twice: what stands for one character may hold another, as Windows' curly quotes.
-    text = TERMINAL_ESCAPE.sub("", text).translate(PLAIN).translate(PLAIN)
-    text = html.unescape(html.unescape(unicodedata.normalize("NFC", text)))
+    import ftfy  # late: only texts of open_clip's models need it
+
+    text = html.unescape(html.unescape(ftfy.fix_text(text)))
     if kind == "canonicalize":
         text = text.replace("_", " ").translate(str.maketrans("", "", string.punctuation))
     text = text if kind == "whitespace" else text.lower()
