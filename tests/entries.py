@@ -28,7 +28,8 @@ from vlmrun.memory.workload import plan_job
 from vlmrun.models.family import View
 from vlmrun.models.model import Model
 from vlmrun.tasks.caption import Pictures, encode_pictures
-from vlmrun.tasks.decode import DecodeRow, Steps, Vocabulary, embed_prompts, left_padded
+from vlmrun.tasks.decode import DecodeRow, Steps, embed_prompts, left_padded
+from vlmrun.tasks.vocabulary import Vocabulary
 
 CUT_ROWS = 1601
 RESIDENCIES = ("100%", "75%", "50%", "25%", "0%")
@@ -137,7 +138,8 @@ def vocabulary_of(folder: Path, **settings: Any) -> Vocabulary:
     config.update(**settings)
     stop_ids = frozenset({SPECIAL["<|im_end|>"]})
     pad, image = SPECIAL["<|endoftext|>"], SPECIAL["<image>"]
-    return Vocabulary(tokenizer_of(folder), image, pad, stop_ids, config)
+    tokenizer, size = tokenizer_of(folder), model_at(folder).architecture.decoder.vocabulary
+    return Vocabulary(tokenizer, size, "<image>", image, pad, stop_ids, config)
 
 
 def prompted(

@@ -1,23 +1,15 @@
 """A chat about pictures becomes token ids, as the checkpoint's own template writes it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from jinja2 import TemplateError
 
 from vlmrun.errors import CheckpointError, UsageError
 from vlmrun.models.companions import COPY, OTHER_MODEL
 from vlmrun.models.model import Model
-from vlmrun.tasks.decode import Vocabulary
-from vlmrun.tasks.logits import check_settings
-from vlmrun.tasks.processor_files import (
-    one_line,
-    read_generation_settings,
-    read_image_token,
-    read_stop_ids,
-    read_template,
-)
-from vlmrun.tasks.tokenizer import check_said, check_vocabulary, encode, load_tokenizer
+from vlmrun.tasks.processor_files import one_line, read_template
+from vlmrun.tasks.tokenizer import check_said, check_vocabulary, encode
+from vlmrun.tasks.vocabulary import read_vocabulary
 
 Form = Callable[[str, int, str], object]  # (image token, pictures, prompt) -> what a user says
 
@@ -50,14 +42,8 @@ class Chat:
     """
 
     def __init__(self, model: Model) -> None:
-        folder, decoder = model.source.folder, model.architecture.decoder
-        assert folder is not None
-        assert decoder is not None
-        self._entries = decoder.vocabulary
-        tokenizer = load_tokenizer(folder, default="TokenizersBackend")
+        self.vocabulary = read_vocabulary(model, default="TokenizersBackend")
         self._template = read_template(model)
-        self._image_token, image_token_id = read_image_token(model, tokenizer)
-        self.vocabulary = read_vocabulary(model, tokenizer, image_token_id)
         self._form = self._choose_form()
 
     def input_ids(self, prompt: str, costs: Sequence[int], *, system: str = "") -> tuple[int, ...]:
@@ -80,7 +66,7 @@ class Chat:
             raise CheckpointError(
                 f"the chat template makes {places} places for {len(costs)} pictures", OTHER_MODEL
             )
-        check_vocabulary(max(ids), self._entries)
+        check_vocabulary(max(ids), self.vocabulary.size)
         expanded: list[int] = []
         left = iter(costs)
         for token in ids:
@@ -91,7 +77,7 @@ class Chat:
     def _rendered(self, pictures: int, prompt: str, system: str) -> str:
         """The chat up to the start of the answer, with one image token per picture."""
         for what, text in ("prompt", prompt), ("system prompt", system):
-            check_said(what, text, self._image_token)
+            check_said(what, text, self.vocabulary.placeholder)
         try:
             rendered = self._render(self._form, pictures, prompt, system)
         except (TemplateError, TypeError, ValueError) as error:
@@ -103,7 +89,7 @@ class Chat:
         return rendered
 
     def _render(self, form: Form, pictures: int, prompt: str, system: str) -> str:
-        asked = form(self._image_token, pictures, prompt)
+        asked = form(self.vocabulary.placeholder, pictures, prompt)
         messages = [{"role": "user", "content": asked}]
         if system:
             told = [{"type": "text", "text": system}] if form is by_parts else system
@@ -113,7 +99,7 @@ class Chat:
             chat_template=self._template,
             add_generation_prompt=True,
             tokenize=False,
-            image_token=self._image_token,
+            image_token=self.vocabulary.placeholder,
         )
         return str(rendered)
 
@@ -121,29 +107,11 @@ class Chat:
         """The first form in which the template makes one place for one picture."""
         for form in FORMS:
             try:
-                if self._render(form, 1, "?", "").count(self._image_token) == 1:
+                if self._render(form, 1, "?", "").count(self.vocabulary.placeholder) == 1:
                     return form
             except (TemplateError, TypeError, ValueError):
                 continue
         return by_parts  # its fault is told when the first picture is asked about
-
-
-def read_vocabulary(model: Model, tokenizer: Any, image_token_id: int) -> Vocabulary:
-    """What decoding needs to know of a tokenizer and the folder's settings of generation.
-
-    Raises:
-        CheckpointError: a setting is missing, or names what is no token of the model's.
-    """
-    folder, decoder = model.source.folder, model.architecture.decoder
-    assert folder is not None
-    assert decoder is not None
-    stop_ids = read_stop_ids(model, tokenizer)
-    pad = tokenizer.pad_token_id
-    pad_id = min(stop_ids) if pad is None else int(pad)
-    check_vocabulary(pad_id, decoder.vocabulary)
-    settings = read_generation_settings(folder)
-    check_settings(settings, stop_ids=stop_ids, vocabulary=decoder.vocabulary)
-    return Vocabulary(tokenizer, image_token_id, pad_id, stop_ids, settings)
 
 
 def _no_system_prompt(why: str) -> UsageError:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase, masking_utils
+from transformers import masking_utils
 
 from vlmrun.job import Generation
 from vlmrun.memory.cached_model import CachedModelWithPartialLoad
@@ -19,6 +19,7 @@ from vlmrun.nn.parallel import from_first
 from vlmrun.tasks.kv import KVCache
 from vlmrun.tasks.logits import make_processors, processed
 from vlmrun.tasks.tokenizer import decode as text_of
+from vlmrun.tasks.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +41,6 @@ class Decoded:
     finish: Literal["stop", "length"] = "length"
     done: bool = False
     finite: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What decoding needs to know of the tokenizer and the checkpoint's generation settings."""
-
-    tokenizer: PreTrainedTokenizerBase
-    placeholder_id: int
-    pad_id: int
-    stop_ids: frozenset[int]
-    settings: GenerationConfig
 
 
 @torch.inference_mode()

@@ -5,11 +5,8 @@ from collections.abc import Sequence
 from vlmrun.errors import CheckpointError, UsageError
 from vlmrun.models.companions import COPY
 from vlmrun.models.model import Model
-from vlmrun.tasks.chat import read_vocabulary
-from vlmrun.tasks.processor_files import (
-    read_image_token,
-)
-from vlmrun.tasks.tokenizer import check_said, check_vocabulary, encode, load_tokenizer
+from vlmrun.tasks.tokenizer import check_said, check_vocabulary, encode
+from vlmrun.tasks.vocabulary import read_vocabulary
 
 # parts of a picture, as prompts and answers name them
 PLACES = [f"<loc{i:04}>" for i in range(1024)] + [f"<seg{i:03}>" for i in range(128)]
@@ -25,16 +22,10 @@ class Prefix:
     """
 
     def __init__(self, model: Model) -> None:
-        folder, decoder = model.source.folder, model.architecture.decoder
-        assert folder is not None
-        assert decoder is not None
-        self._entries = decoder.vocabulary
-        tokenizer = load_tokenizer(folder, default="GemmaTokenizer")
-        tokenizer.add_tokens(PLACES)  # as stock does, where the file lacks them
-        self._image_token, image_token_id = read_image_token(model, tokenizer)
-        if tokenizer.bos_token_id is None:
+        # stock adds the places, too
+        self.vocabulary = read_vocabulary(model, default="GemmaTokenizer", added=PLACES)
+        if self.vocabulary.tokenizer.bos_token_id is None:
             raise CheckpointError("tokenizer_config.json names no bos_token", COPY)
-        self.vocabulary = read_vocabulary(model, tokenizer, image_token_id)
 
     def input_ids(self, prompt: str, costs: Sequence[int], *, system: str = "") -> tuple[int, ...]:
         """Token ids of a prompt, after the image token as often as the pictures cost tokens.
@@ -49,9 +40,9 @@ class Prefix:
                 "PaliGemma takes no system prompt: it was trained on short tasks",
                 "leave out --system; prompts are as `caption en` or `answer en What is this?`",
             )
-        check_said("prompt", prompt, self._image_token)
+        check_said("prompt", prompt, self.vocabulary.placeholder)
         tokenizer, placeholder = self.vocabulary.tokenizer, self.vocabulary.placeholder_id
         said = f"{tokenizer.bos_token}{prompt}\n"
         ids = encode(tokenizer, said, special_tokens=False)
-        check_vocabulary(max(ids), self._entries)
+        check_vocabulary(max(ids), self.vocabulary.size)
         return (*[placeholder] * sum(costs), *ids)
