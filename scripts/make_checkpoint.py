@@ -22,11 +22,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from vlmrun.models.dtype import SAFETENSORS, Dtype, parse_dtype
+from vlmrun.models.checkpoints.dtype import SAFETENSORS, Dtype, parse_dtype
+from vlmrun.models.checkpoints.source import ALIASES, DATA, DEMOS
 from vlmrun.models.families import family_of
 from vlmrun.models.layer import Shape
 from vlmrun.models.model import read_catalogue
-from vlmrun.models.source import ALIASES, DATA, DEMOS
 from vlmrun.models.towers import filed_shapes
 
 SHARD_BYTES = 5_000_000_000

@@ -11,8 +11,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from vlmrun.models.checkpoints.source import resolve_source
 from vlmrun.models.model import Model, read_model
-from vlmrun.models.source import resolve_source
 
 Change = Callable[[Path], None]
 Tensors = dict[str, Tensor]

@@ -9,11 +9,11 @@ from typing import Any
 from vlmrun.errors import VlmrunError
 from vlmrun.memory.budget import Budget
 from vlmrun.memory.plan import Storage
-from vlmrun.models.checkpoint import ITEMSIZES
-from vlmrun.models.dtype import Dtype
+from vlmrun.models.checkpoints.checkpoint import ITEMSIZES
+from vlmrun.models.checkpoints.dtype import Dtype
+from vlmrun.models.checkpoints.source import ALIASES, Source
 from vlmrun.models.families import family_of
 from vlmrun.models.model import Model, assemble, read_catalogue, shapes_only
-from vlmrun.models.source import ALIASES, Source
 
 Tensors = Mapping[str, tuple[str, Sequence[int]]]  # name -> safetensors dtype, shape
 

@@ -175,6 +175,14 @@ def test_imports_go_down(modules: list[Module]) -> None:
     assert ring(modules) == []
 
 
+def test_files_are_read_without_knowing_families(modules: list[Module]) -> None:
+    """Checkpoints are the ground of their room: nothing in it asks what a model is."""
+    inner = "vlmrun.models.checkpoints"
+    for name, others in import_graph(modules).items():
+        if name.startswith(inner):
+            assert all(each.startswith((inner, "vlmrun.errors")) for each in others), name
+
+
 def test_functions_fit_on_a_screen(modules: list[Module]) -> None:
     assert [where for where, function in functions(modules) if length(function) > 60] == []
     assert [where for where, function in functions(modules) if nesting(function) > 3] == []

@@ -21,7 +21,7 @@ from hub import COMMIT, Hub, fill_cache
 from PIL import Image
 
 from vlmrun.cli import main
-from vlmrun.models.source import ALIASES
+from vlmrun.models.checkpoints.source import ALIASES
 
 ONEVISION, SIGLIP = ALIASES["llava-onevision-0.5b"], ALIASES["siglip"]
 CAPTION = ("caption", "img.jpg")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from vlmrun import load as module
 from vlmrun.errors import CheckpointError, UnsupportedModel
 from vlmrun.load import build_skeleton, check_ties, load, materialise_buffers
-from vlmrun.models.reading import WeightReader
+from vlmrun.models.checkpoints.reading import WeightReader
 from vlmrun.nn.embedding import TokenTable
 from vlmrun.nn.linear import RowBlocks
 from vlmrun.nn.swap import swap_layers

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from vlmrun.models.aliases import ALIASES
+from vlmrun.models.checkpoints.aliases import ALIASES
 from vlmrun.models.families import family_of
 from vlmrun.models.listed import look_up
 from vlmrun.models.model import CATALOGUE, read_catalogue

@@ -29,7 +29,7 @@ from vlmrun.memory.budget import process_memory
 from vlmrun.memory.measure import PeakMemory
 from vlmrun.memory.workload import plan_job
 from vlmrun.models.model import read_model
-from vlmrun.models.source import resolve_source
+from vlmrun.models.checkpoints.source import resolve_source
 model = read_model(resolve_source(sys.argv[1]))
 placing = Placing(model=sys.argv[1], dtype=sys.argv[2])
 plan = plan_job(model, Job(task="caption", placing=placing, images=("x",)), [(384, 384)])

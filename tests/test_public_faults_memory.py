@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vlmrun.memory.cache import ModelCache
 from vlmrun.memory.working import Workload, working_memory
-from vlmrun.models.dtype import Dtype
+from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.models.family import View
 from vlmrun.tasks.embed import embed_images, embed_texts
 from vlmrun.tasks.vision import squares
@@ -73,7 +73,7 @@ from vlmrun.memory.budget import process_memory
 from vlmrun.memory.measure import PeakMemory
 from vlmrun.memory.workload import plan_job
 from vlmrun.models.model import read_model
-from vlmrun.models.source import resolve_source
+from vlmrun.models.checkpoints.source import resolve_source
 model = read_model(resolve_source(sys.argv[1]))
 placing = Placing(model=sys.argv[1], dtype=sys.argv[2])
 job = Job(task="embed", placing=placing, images=("x",), texts=("x",))

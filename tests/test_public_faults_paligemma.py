@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vlmrun.errors import UsageError
 from vlmrun.memory.workload import decide_compute_dtype
-from vlmrun.models.dtype import Dtype
+from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.tasks.decode import Steps, capped, embed_prompts, left_padded
 
 

@@ -11,12 +11,12 @@ from vlmrun.errors import CheckpointError, UnsupportedModel, UsageError
 from vlmrun.memory.attention import FLASH, TOWERS, Attention, head_dim, hint_of
 from vlmrun.memory.cached_model import CachedModelWithPartialLoad
 from vlmrun.memory.plan import Plan, Storage
-from vlmrun.models.checkpoint import TensorInfo
+from vlmrun.models.checkpoints.checkpoint import TensorInfo
+from vlmrun.models.checkpoints.reading import WeightReader, torch_dtype
 from vlmrun.models.family import Config, Phase, contradiction
 from vlmrun.models.layer import Weight
 from vlmrun.models.model import Model
 from vlmrun.models.quiet import quiet_transformers
-from vlmrun.models.reading import WeightReader, torch_dtype
 from vlmrun.nn.backends import is_fused, register_backends, try_backend
 from vlmrun.nn.embedding import CastEmbedding, TokenTable
 from vlmrun.nn.linear import CastLinear, RowBlocks

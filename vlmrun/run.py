@@ -22,11 +22,11 @@ from vlmrun.memory.measure import PeakMemory
 from vlmrun.memory.plan import Plan
 from vlmrun.memory.working import DECODED_PIXEL_BYTES
 from vlmrun.memory.workload import check_shapes, flags_that_fit, own_placing, plan_job
+from vlmrun.models.checkpoints.source import Source
 from vlmrun.models.companions import check_companions
 from vlmrun.models.families import is_supported
 from vlmrun.models.model import open_source, read_model
 from vlmrun.models.sharding import read_shard, shard_model
-from vlmrun.models.source import Source
 
 if TYPE_CHECKING:
     from vlmrun.memory.cached_model import CachedModel

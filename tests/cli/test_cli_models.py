@@ -11,8 +11,8 @@ from commands import Command, Done, assert_refused
 from light import write_header
 from PIL import Image
 
-from vlmrun.models.aliases import ALIASES
-from vlmrun.models.dtype import Dtype
+from vlmrun.models.checkpoints.aliases import ALIASES
+from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.models.listed import NAMES
 
 NEEDS = {"ram_bytes", "smallest_ram_bytes", "vram_bytes", "smallest_vram_bytes", "gpu_ram_bytes"}

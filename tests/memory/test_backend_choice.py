@@ -11,7 +11,7 @@ from vlmrun.errors import UsageError
 from vlmrun.job import Backend, Job, Placing
 from vlmrun.memory.attention import choose_attention, head_dim
 from vlmrun.memory.workload import plan_job
-from vlmrun.models.dtype import Dtype
+from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.models.family import Phase
 from vlmrun.models.shapes import Architecture
 from vlmrun.models.sharding import part_of

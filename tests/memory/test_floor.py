@@ -8,7 +8,7 @@ from vlmrun.job import Generation, Job, Placing
 from vlmrun.memory.floor import Rates, assumed_rates, floor
 from vlmrun.memory.plan import Plan
 from vlmrun.memory.workload import plan_job
-from vlmrun.models.dtype import Dtype
+from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.models.model import Model, describe_model
 
 NEVER = 1 << 80  # a rate that is no limit

@@ -8,7 +8,7 @@ from light import ONEVISION, SIGLIP, model_of
 from vlmrun.job import Job, Placing
 from vlmrun.memory.needs import Needs, needs_of
 from vlmrun.memory.workload import plan_job
-from vlmrun.models.dtype import Dtype
+from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.models.model import Model
 
 MODELS = [model_of(SIGLIP), model_of(ONEVISION)]

@@ -21,7 +21,7 @@ from light import (
 from vlmrun.memory.budget import Budget
 from vlmrun.memory.plan import Placement, Plan, Tier, choose, make_plan, spread
 from vlmrun.memory.working import GPU_RUNTIME_BYTES, Workload
-from vlmrun.models.dtype import Dtype
+from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.models.family import Phase, View
 from vlmrun.models.layer import Layer, Weight
 from vlmrun.models.model import Model

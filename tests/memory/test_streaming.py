@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from tiny import VISION
 
 from vlmrun.memory.streaming import Slot, aligned, read_layer, slot_numbers
+from vlmrun.models.checkpoints.reading import ALIGNMENT, WeightReader
 from vlmrun.models.layer import Layer, Weight
 from vlmrun.models.model import Model
-from vlmrun.models.reading import ALIGNMENT, WeightReader
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

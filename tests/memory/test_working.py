@@ -17,7 +17,7 @@ from vlmrun.memory.working import (
     Workload,
     working_memory,
 )
-from vlmrun.models.dtype import Dtype
+from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.models.family import ImageCost
 from vlmrun.models.model import Model
 

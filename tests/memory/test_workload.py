@@ -26,7 +26,7 @@ from vlmrun.memory.workload import (
     resolve_compute_dtype,
     used_phases,
 )
-from vlmrun.models.dtype import Dtype
+from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.models.family import View
 from vlmrun.models.model import Model
 

@@ -6,11 +6,11 @@ import pytest
 from light import SIGLIP, module_tensors, words
 
 from vlmrun.errors import CheckpointError, UnsupportedModel
-from vlmrun.models.checkpoint import TensorInfo
+from vlmrun.models.checkpoints.checkpoint import TensorInfo
+from vlmrun.models.checkpoints.source import Source
 from vlmrun.models.families import family_of
 from vlmrun.models.inferred import HEADS, infer_config
 from vlmrun.models.model import assemble, shapes_only
-from vlmrun.models.source import Source
 
 BASE = {
     "hidden_size": 768,
@@ -101,7 +101,7 @@ def test_what_was_inferred_is_held_to_the_file() -> None:
     tensors = tower(**BASE, image_size=224)
     tensors["vision_model.encoder.layers.3.mlp.fc1.weight"] = TensorInfo("F16", (3000, 768))
     config, _ = infer_config(tensors)
-    from vlmrun.models.checkpoint import Checkpoint
+    from vlmrun.models.checkpoints.checkpoint import Checkpoint
 
     source = Source("x", "x", None, None, None, True)
     with pytest.raises(CheckpointError, match=r"of another shape: vision_model.encoder.layers.3"):

@@ -27,7 +27,7 @@ from light import (
 )
 
 from vlmrun.errors import CheckpointError, UnsupportedModel
-from vlmrun.models.dtype import Dtype
+from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.models.families import family_of
 from vlmrun.models.family import Config
 from vlmrun.models.layer import Layer

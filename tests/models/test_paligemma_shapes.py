@@ -7,7 +7,7 @@ from light import TINY_VISION, changed, model_of, words
 
 from vlmrun.errors import CheckpointError, UnsupportedModel
 from vlmrun.models import paligemma
-from vlmrun.models.dtype import Dtype
+from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.models.families import family_of
 from vlmrun.models.family import Config, View
 from vlmrun.models.layer import Weight

@@ -13,7 +13,7 @@ from light import (
 )
 
 from vlmrun.errors import UsageError
-from vlmrun.models.dtype import Dtype
+from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.models.family import Config
 from vlmrun.models.layer import Weight
 from vlmrun.models.model import Model

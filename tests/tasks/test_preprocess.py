@@ -22,9 +22,9 @@ from transformers.models.siglip2.tokenization_siglip2 import Siglip2Tokenizer
 from transformers.processing_utils import ProcessorMixin
 
 from vlmrun.errors import ImageError, UnsupportedModel, UsageError
+from vlmrun.models.checkpoints.source import resolve_source
 from vlmrun.models.family import View
 from vlmrun.models.model import Model, read_model
-from vlmrun.models.source import resolve_source
 from vlmrun.tasks import crops as crops_module
 from vlmrun.tasks.chat import Chat
 from vlmrun.tasks.preprocess import PicturePreprocessor

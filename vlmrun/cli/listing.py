@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vlmrun.memory.needs import Needs, needs_of
-from vlmrun.models.dtype import Dtype
+from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.models.listed import Listed
 
 NEEDS = ("RAM\nall", "RAM\nleast", "VRAM\nall", "VRAM\nleast", "RAM with\na GPU")

@@ -13,7 +13,7 @@ from vlmrun.errors import UsageError
 from vlmrun.files.images import DecodeOptions, parse_background
 from vlmrun.job import Backend, Placing
 from vlmrun.memory.budget import find_device, parse_bytes
-from vlmrun.models.dtype import parse_dtype
+from vlmrun.models.checkpoints.dtype import parse_dtype
 from vlmrun.models.family import Task
 
 DEFAULT_MODELS: dict[Task, str] = {"caption": "llava-onevision-0.5b", "embed": "siglip"}

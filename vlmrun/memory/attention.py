@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from vlmrun.errors import UsageError
 from vlmrun.job import Backend
-from vlmrun.models.dtype import Dtype
+from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.models.family import Phase
 from vlmrun.models.shapes import Architecture
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from vlmrun.memory.plan import Plan
 from vlmrun.memory.streaming import Slot, aligned, read_layer, slot_numbers
+from vlmrun.models.checkpoints.reading import WeightReader, torch_dtype
 from vlmrun.models.family import Phase
 from vlmrun.models.layer import Layer
 from vlmrun.models.model import Model
-from vlmrun.models.reading import WeightReader, torch_dtype
 
 
 class CachedModel(Protocol):

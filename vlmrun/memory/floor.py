@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 
 from vlmrun.memory.plan import Placement, Plan, Tier
-from vlmrun.models.dtype import Dtype
+from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.models.family import Phase
 from vlmrun.models.model import Model
 from vlmrun.models.shapes import Decoder

@@ -7,7 +7,7 @@ from vlmrun.memory.attention import choose_attention
 from vlmrun.memory.budget import Budget
 from vlmrun.memory.plan import Storage, make_plan
 from vlmrun.memory.workload import decide_compute_dtype, describe, used_phases
-from vlmrun.models.dtype import Dtype
+from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.models.model import Model
 
 UNLIMITED = Budget(1 << 60, "unlimited", 1 << 60, "unlimited")

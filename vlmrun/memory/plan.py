@@ -11,7 +11,7 @@ from enum import StrEnum
 from vlmrun.memory.attention import Attention
 from vlmrun.memory.budget import Budget, parse_bytes
 from vlmrun.memory.working import GPU_RUNTIME_BYTES, Working, Workload, working_memory
-from vlmrun.models.dtype import Dtype
+from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.models.family import Phase
 from vlmrun.models.layer import Layer
 from vlmrun.models.model import Model

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vlmrun.models.checkpoint import Checkpoint
+from vlmrun.models.checkpoints.checkpoint import Checkpoint
+from vlmrun.models.checkpoints.reading import ALIGNMENT, WeightReader
 from vlmrun.models.layer import Layer, Weight
-from vlmrun.models.reading import ALIGNMENT, WeightReader
 
 
 class Slot:

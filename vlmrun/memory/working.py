@@ -7,7 +7,7 @@ tensors that are alive at once in the widest moment of a phase.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vlmrun.models.dtype import Dtype
+from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.models.family import ImageCost, Phase
 from vlmrun.models.shapes import Architecture
 

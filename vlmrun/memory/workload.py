@@ -9,9 +9,9 @@ from vlmrun.memory.attention import choose_attention, one_row_only
 from vlmrun.memory.budget import SHARE, Budget, cpu_features, find_device, read_budget, size_flag
 from vlmrun.memory.plan import MAX_BATCH, Plan, Storage, make_plan
 from vlmrun.memory.working import Workload
+from vlmrun.models.checkpoints.dtype import Dtype, parse_dtype, resolve_dtype
 from vlmrun.models.companions import COPY, read_image_settings
 from vlmrun.models.decoders import KINDS
-from vlmrun.models.dtype import Dtype, parse_dtype, resolve_dtype
 from vlmrun.models.family import ImageCost, Phase, View
 from vlmrun.models.model import Model, check_task
 from vlmrun.models.sharding import Shard

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmrun.errors import CheckpointError, UnsupportedModel
-from vlmrun.models.checkpoint import read_json, unreadable
+from vlmrun.models.checkpoints.folder import read_json, unreadable
 from vlmrun.models.family import Config
 from vlmrun.models.model import Model
 

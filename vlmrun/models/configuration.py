@@ -1,13 +1,14 @@
 """The configuration of a model on this machine, wherever it is said, in transformers' spelling."""
 
-from vlmrun.models.checkpoint import read_header, read_json
+from vlmrun.models.checkpoints.checkpoint import read_header
+from vlmrun.models.checkpoints.file_names import OPEN_CLIP, find_weights
+from vlmrun.models.checkpoints.folder import read_json
+from vlmrun.models.checkpoints.source import Source
 from vlmrun.models.families import is_supported
 from vlmrun.models.family import Config
 from vlmrun.models.inferred import infer_config
 from vlmrun.models.open_clip import translate_open_clip
-from vlmrun.models.source import Source
 from vlmrun.models.timm import translate_timm
-from vlmrun.models.weight_files import OPEN_CLIP, find_weights
 
 
 def read_configuration(source: Source) -> tuple[Config, tuple[str, ...]]:

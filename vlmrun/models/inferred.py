@@ -11,7 +11,8 @@ import re
 from collections.abc import Mapping
 
 from vlmrun.errors import CheckpointError, UnsupportedModel
-from vlmrun.models.checkpoint import AGAIN, TensorInfo
+from vlmrun.models.checkpoints.checkpoint import TensorInfo
+from vlmrun.models.checkpoints.folder import AGAIN
 from vlmrun.models.family import Config
 
 HEADS = {768: 12, 1024: 16, 1152: 16, 1536: 16}  # by width: base, large, so400m, giant-opt

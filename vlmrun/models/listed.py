@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vlmrun.errors import UsageError
-from vlmrun.models.aliases import ALIASES
-from vlmrun.models.dtype import Dtype, resolve_dtype
-from vlmrun.models.hub_cache import find_snapshot, is_complete
+from vlmrun.models.checkpoints.aliases import ALIASES
+from vlmrun.models.checkpoints.dtype import Dtype, resolve_dtype
+from vlmrun.models.checkpoints.hub_cache import find_snapshot, is_complete
+from vlmrun.models.checkpoints.names import nearest
+from vlmrun.models.checkpoints.source import DEMOS, Source
 from vlmrun.models.model import Model, describe_model, read_shapes
-from vlmrun.models.names import nearest
-from vlmrun.models.source import DEMOS, Source
 
 NAMES = (*ALIASES, *DEMOS)
 Cached = Literal["whole", "partly", "no", "packaged"]

@@ -8,25 +8,25 @@ from functools import lru_cache
 from pathlib import Path
 
 from vlmrun.errors import CheckpointError, UnsupportedModel
-from vlmrun.models.checkpoint import (
+from vlmrun.models.checkpoints.checkpoint import (
     Checkpoint,
     TensorInfo,
     read_checkpoint,
     tensors_of,
 )
-from vlmrun.models.configuration import read_configuration
-from vlmrun.models.dtype import SAFETENSORS
-from vlmrun.models.families import family_of
-from vlmrun.models.family import Config, Family, Task
-from vlmrun.models.layer import Block, Layer, Shape, Weight
-from vlmrun.models.shapes import Architecture
-from vlmrun.models.source import (
+from vlmrun.models.checkpoints.dtype import SAFETENSORS
+from vlmrun.models.checkpoints.source import (
     Source,
     fetch_configuration,
     fetch_headers,
     fetch_model,
     resolve_source,
 )
+from vlmrun.models.configuration import read_configuration
+from vlmrun.models.families import family_of
+from vlmrun.models.family import Config, Family, Task
+from vlmrun.models.layer import Block, Layer, Shape, Weight
+from vlmrun.models.shapes import Architecture
 from vlmrun.models.towers import filed_path
 
 CATALOGUE = Path(__file__).parent.parent / "data" / "catalogue.json"

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlmrun.errors import UnsupportedModel
+from vlmrun.models.checkpoints.names import nearest
 from vlmrun.models.family import Config, contradiction, number
-from vlmrun.models.names import nearest
 from vlmrun.models.transforms import missing, picture_settings
 
 SIZES: Mapping[str, Config] = {

@@ -22,13 +22,13 @@ from vlmrun.memory.budget import Budget, find_device, format_bytes, read_budget,
 from vlmrun.memory.cached_model import CachedModelOnlyFullLoad
 from vlmrun.memory.working import GPU_RUNTIME_BYTES, RUNTIME_BYTES
 from vlmrun.memory.workload import resolve_compute_dtype
-from vlmrun.models.checkpoint import Checkpoint, read_checkpoint
+from vlmrun.models.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from vlmrun.models.checkpoints.dtype import SAFETENSORS, Dtype, parse_dtype, resolve_dtype
+from vlmrun.models.checkpoints.reading import torch_dtype
+from vlmrun.models.checkpoints.source import Source
 from vlmrun.models.companions import COPY
-from vlmrun.models.dtype import SAFETENSORS, Dtype, parse_dtype, resolve_dtype
 from vlmrun.models.model import complain
 from vlmrun.models.quiet import quiet_transformers
-from vlmrun.models.reading import torch_dtype
-from vlmrun.models.source import Source
 from vlmrun.tasks.processor_files import one_line
 from vlmrun.tasks.samples import (
     Batch,

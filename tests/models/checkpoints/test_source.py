@@ -11,7 +11,7 @@ from hub import COMMIT, fill_cache
 from repos import REPO, says
 
 from vlmrun.errors import CheckpointError, SourceError, UsageError
-from vlmrun.models.source import (
+from vlmrun.models.checkpoints.source import (
     ALIASES,
     DEMOS,
     fetch_configuration,
@@ -324,8 +324,8 @@ def test_looking_into_the_cache_imports_no_library(cache: Path, single_file: Pat
     fill_cache(cache, REPO, single_file)
     code = (
         "import sys\n"
-        "from vlmrun.models.source import *\n"
+        "from vlmrun.models.checkpoints.source import *\n"
         f"assert resolve_source({REPO!r}).complete and resolve_source('demo').complete\n"
         "assert 'huggingface_hub' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=True)

@@ -9,9 +9,10 @@ import pytest
 from light import words, write_header, write_index, write_safetensors
 
 from vlmrun.errors import CheckpointError, UnsupportedModel
-from vlmrun.models.checkpoint import read_checkpoint, read_file, read_json, tensors_of
-from vlmrun.models.dtype import Dtype
-from vlmrun.models.weight_files import INDEX, OPEN_CLIP, PICKLE, PICKLE_INDEX, SINGLE
+from vlmrun.models.checkpoints.checkpoint import read_checkpoint, read_file, tensors_of
+from vlmrun.models.checkpoints.dtype import Dtype
+from vlmrun.models.checkpoints.file_names import INDEX, OPEN_CLIP, PICKLE, PICKLE_INDEX, SINGLE
+from vlmrun.models.checkpoints.folder import read_json
 
 A, B, C = ("a", ("F32", (2, 3))), ("b", ("BF16", (4,))), ("c", ("F16", ()))
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

@@ -16,7 +16,7 @@ from repos import REPO, UNWANTED, WANTED, WEIGHT_BYTES, says
 from safetensors.numpy import save_file
 
 from vlmrun.errors import CheckpointError, SourceError, UnsupportedModel, VlmrunError
-from vlmrun.models.source import (
+from vlmrun.models.checkpoints.source import (
     ALIASES,
     fetch_configuration,
     fetch_headers,
@@ -157,7 +157,7 @@ class TestDownload:
         self, hub: Hub, cache: Path
     ) -> None:
         code = (
-            "from vlmrun.models.source import *\n"
+            "from vlmrun.models.checkpoints.source import *\n"
             f"fetch_model(resolve_source({REPO!r}), progress=True)"
         )
         main, child = os.openpty()
@@ -165,7 +165,7 @@ class TestDownload:
         environment = os.environ | hub.environment(cache)
         run = [sys.executable, "-c", code]
         subprocess.run(
-            run, env=environment, stderr=child, check=True, cwd=Path(__file__).parents[2]
+            run, env=environment, stderr=child, check=True, cwd=Path(__file__).parents[3]
         )
         os.close(child)
         assert b"Fetching" in os.read(main, 10_000)
@@ -288,7 +288,7 @@ class TestTrouble:
     def test_a_hub_that_never_answers_is_given_up_soon(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("vlmrun.models.hub.TIMEOUT", (0.2, 0.2, 0.2, 0.2))
+        monkeypatch.setattr("vlmrun.models.checkpoints.hub.TIMEOUT", (0.2, 0.2, 0.2, 0.2))
         with socket.create_server(("127.0.0.1", 0)) as silent:
             monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
             with says(SourceError, "cannot reach", "timed out", hint="`--model demo`"):
@@ -320,14 +320,14 @@ def test_another_process_finds_the_hub_and_says_nothing(hub: Hub, cache: Path) -
     hub.cut("model.safetensors", after=1000, times=1)  # the library notes that it tries again
     code = (
         "import sys\n"
-        "from vlmrun.models.source import *\n"
+        "from vlmrun.models.checkpoints.source import *\n"
         f"assert fetch_model(resolve_source({REPO!r}), progress=False).complete\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
     )
     run = [sys.executable, "-c", code]
     environment = os.environ | hub.environment(cache)
     done = subprocess.run(
-        run, env=environment, cwd=Path(__file__).parents[2], capture_output=True, check=True
+        run, env=environment, cwd=Path(__file__).parents[3], capture_output=True, check=True
     )
     assert (done.stdout, done.stderr) == (b"", b"")
     assert resolve_source(REPO).complete

@@ -17,10 +17,10 @@ from light import words
 from torch import Tensor, nn
 
 from vlmrun.errors import CheckpointError, UnsupportedModel, VlmrunError
-from vlmrun.models.checkpoint import ITEMSIZES, read_checkpoint
-from vlmrun.models.pickles import LEGACY, MAX_PICKLE_BYTES, PickledTensor, read_pickle
-from vlmrun.models.reading import WeightReader
-from vlmrun.models.weight_files import PICKLE, PICKLE_INDEX
+from vlmrun.models.checkpoints.checkpoint import ITEMSIZES, read_checkpoint
+from vlmrun.models.checkpoints.file_names import PICKLE, PICKLE_INDEX
+from vlmrun.models.checkpoints.pickles import LEGACY, MAX_PICKLE_BYTES, PickledTensor, read_pickle
+from vlmrun.models.checkpoints.reading import WeightReader
 
 pytestmark = pytest.mark.usefixtures("here")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

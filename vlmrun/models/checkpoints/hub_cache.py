@@ -10,8 +10,14 @@ import os
 from pathlib import Path
 
 from vlmrun.errors import CheckpointError, SourceError
-from vlmrun.models.checkpoint import read_json
-from vlmrun.models.weight_files import CONFIGURATIONS, INDEX, PICKLE_INDEX, SINGLE, find_weights
+from vlmrun.models.checkpoints.file_names import (
+    CONFIGURATIONS,
+    INDEX,
+    PICKLE_INDEX,
+    SINGLE,
+    find_weights,
+)
+from vlmrun.models.checkpoints.folder import read_json
 
 
 def cache_folder() -> Path:

@@ -9,8 +9,8 @@ from light import TINY_SIGLIP, model_of, module_tensors, words, write_folder, wr
 from vlmrun.errors import CheckpointError, UnsupportedModel, UsageError
 from vlmrun.job import Placing
 from vlmrun.memory.workload import decide_storage
-from vlmrun.models.checkpoint import ITEMSIZES
-from vlmrun.models.dtype import SAFETENSORS, Dtype, parse_dtype, resolve_dtype
+from vlmrun.models.checkpoints.checkpoint import ITEMSIZES
+from vlmrun.models.checkpoints.dtype import SAFETENSORS, Dtype, parse_dtype, resolve_dtype
 from vlmrun.models.model import describe_model
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from vlmrun.errors import CheckpointError
-from vlmrun.models.checkpoint import AGAIN, TensorInfo, unreadable
-from vlmrun.models.dtype import SAFETENSORS, Dtype
+from vlmrun.models.checkpoints.checkpoint import TensorInfo
+from vlmrun.models.checkpoints.dtype import SAFETENSORS, Dtype
+from vlmrun.models.checkpoints.folder import AGAIN, unreadable
 
 STAGING_NUMBERS = 1 << 20
 ALIGNMENT = 16  # bytes; fp32 kernels give other bits at other addresses, measured

@@ -18,7 +18,7 @@ from typing import NoReturn
 from zipfile import BadZipFile, ZipFile, ZipInfo
 
 from vlmrun.errors import CheckpointError, UnsupportedModel
-from vlmrun.models.pickle_program import STORAGES, Interpreter, Storage, View
+from vlmrun.models.checkpoints.pickle_program import STORAGES, Interpreter, Storage, View
 
 LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"  # the number such files begin with
 ZIP = b"PK\x03\x04"

@@ -16,20 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from vlmrun.errors import CheckpointError, SourceError, UnsupportedModel, VlmrunError
-from vlmrun.models.checkpoint import read_json
-from vlmrun.models.hub_cache import cache_folder
-from vlmrun.models.weight_files import CONFIGURATIONS, INDEX, PICKLE_INDEX, find_weights, is_pickled
+from vlmrun.models.checkpoints.file_names import (
+    ALL_BUT_WEIGHTS,
+    CONFIGURATION,
+    CONFIGURATIONS,
+    INDEX,
+    PICKLE_INDEX,
+    find_weights,
+    is_pickled,
+)
+from vlmrun.models.checkpoints.folder import read_json
+from vlmrun.models.checkpoints.hub_cache import cache_folder
 
 CONNECT_SECONDS = 3.0  # for each address of the hub, which has several
 ANSWER_SECONDS = 10.0
 TIMEOUT = (CONNECT_SECONDS, ANSWER_SECONDS, ANSWER_SECONDS, CONNECT_SECONDS)  # as httpx has it
-CONFIGURATION = (
-    *CONFIGURATIONS,
-    "preprocessor_config.json",
-    "processor_config.json",
-    "generation_config.json",
-)
-ALL_BUT_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model")
 OFFLINE_VALUES = {"1", "ON", "YES", "TRUE"}
 AGAIN = "run it again: files that are whole are kept"
 

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vlmrun.errors import CheckpointError
-from vlmrun.models import reading
-from vlmrun.models.checkpoint import TensorInfo, read_header
-from vlmrun.models.reading import WeightReader
+from vlmrun.models.checkpoints import reading
+from vlmrun.models.checkpoints.checkpoint import TensorInfo, read_header
+from vlmrun.models.checkpoints.reading import WeightReader
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STAGING = 1000  # numbers, so that small tensors take several pieces
@@ -217,8 +217,8 @@ import os, sys
 from pathlib import Path
 import torch
 from vlmrun.memory.measure import PeakMemory
-from vlmrun.models.checkpoint import read_header
-from vlmrun.models.reading import WeightReader
+from vlmrun.models.checkpoints.checkpoint import read_header
+from vlmrun.models.checkpoints.reading import WeightReader
 
 infos = read_header(Path(sys.argv[1]))
 

@@ -1,9 +1,17 @@
-"""Which files of a model hold its configuration and its weights, by their names alone."""
+"""Which files of a model hold what, by their names alone."""
 
 import re
 from collections.abc import Collection
 
 CONFIGURATIONS = ("config.json", "open_clip_config.json")
+# what tells of a model before it is downloaded, and all that a run needs beside the weights
+CONFIGURATION = (
+    *CONFIGURATIONS,
+    "preprocessor_config.json",
+    "processor_config.json",
+    "generation_config.json",
+)
+ALL_BUT_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model")
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"

@@ -16,21 +16,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vlmrun.errors import CheckpointError, SourceError, UsageError
-from vlmrun.models import hub
-from vlmrun.models.aliases import ALIASES
-from vlmrun.models.checkpoint import check_folder
-from vlmrun.models.hub_cache import (
+from vlmrun.models.checkpoints import hub
+from vlmrun.models.checkpoints.aliases import ALIASES
+from vlmrun.models.checkpoints.file_names import SHARD
+from vlmrun.models.checkpoints.folder import check_folder
+from vlmrun.models.checkpoints.hub_cache import (
     find_snapshot,
     has_configuration,
     is_complete,
     newest_snapshot,
     repo_of_snapshot,
 )
-from vlmrun.models.names import nearest
-from vlmrun.models.weight_files import SHARD
+from vlmrun.models.checkpoints.names import nearest
 
 DEMOS: Mapping[str, str] = {"demo": "demo-llava", "demo-siglip": "demo-siglip"}
-DATA = Path(__file__).parent.parent / "data"
+DATA = Path(__file__).parents[2] / "data"
 FAMILIAR = ("siglip", "llava-onevision-0.5b", "paligemma-3b", *DEMOS)
 # The hub's own rule for names (huggingface_hub, validate_repo_id), with an owner.
 HUB_ID = re.compile(r"(?!.*(?:--|\.\.))\b[\w\-.]+\b/\b[\w\-.]{1,96}\b")
