@@ -180,3 +180,21 @@ def test_what_is_cut_off_is_told_where_it_is(
     whole = vlmrun("embed", "-m", folder, "--dynamic-size", shown[0])
     assert (whole.code, whole.err) == (0, "")
     assert whole.rows != cut.rows
+
+
+def test_own_size_needs_no_way_to_make_squares(
+    vlmrun: Command, shown: list[Path], tmp_path: Path
+) -> None:
+    """A crop of timm's that is not run matters only where pictures are cut."""
+    folder, same = (write_timm(tmp_path / name, "map") for name in ("border", "map"))
+    config = json.loads((folder / "config.json").read_text())
+    config["pretrained_cfg"]["crop_mode"] = "border"
+    (folder / "config.json").write_text(json.dumps(config))
+    told = vlmrun("embed", "-m", folder, shown[0])
+    assert_refused(told, "crop_mode is 'border'", hint="embed --dynamic-size")
+    assert "would refuse it" in vlmrun("mem-plan", "-m", folder).err
+    done, plain = (vlmrun("embed", "-m", f, "--dynamic-size", shown[0]) for f in (folder, same))
+    assert (done.code, done.err) == (0, "")
+    assert done.rows[0]["embedding"] == plain.rows[0]["embedding"]
+    planned = vlmrun("mem-plan", "-m", folder, "--task", "embed", "--dynamic-size")
+    assert "would refuse it" not in planned.err

@@ -125,6 +125,7 @@ def test_a_text_tower_that_projects_nothing_says_so() -> None:
         (config({"proj_bias": False}), UnsupportedModel, "proj_bias False"),
         (config({"tokenizer_kwargs": {"clean": "x"}}), UnsupportedModel, "'x'"),
         (config({"tokenizer_kwargs": {"language": "de"}}), UnsupportedModel, "language"),
+        (config({"hf_tokenizer_name": None}), UnsupportedModel, "no hf_tokenizer_name"),
         (config({"norm_kwargs": 3}), CheckpointError, "norm_kwargs"),
         (config({"layers": 0}), CheckpointError, "layers"),
         (config(quick_gelu=True), UnsupportedModel, "quick_gelu True"),

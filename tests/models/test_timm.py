@@ -124,11 +124,6 @@ def test_keys_become_module_paths(key: str, paths: list[str]) -> None:
         ({**HUB, "model_args": {"qkv_bias": False}}, UnsupportedModel, "qkv_bias"),
         ({**HUB, "model_args": {"block_fn": "x"}}, UnsupportedModel, "block_fn"),
         ({**HUB, "model_args": {"img_size": [384, 224]}}, UnsupportedModel, "[384, 224]"),
-        (
-            {**HUB, "model_args": {"img_size": 448, "dynamic_img_size": True}},
-            UnsupportedModel,
-            "img_size is 448 and input_size 384",
-        ),
         ({**HUB, "model_args": {"act_layer": "quick_gelu"}}, UnsupportedModel, "quick_gelu"),
         ({**HUB, "model_args": {"act_layer": ["gelu"]}}, UnsupportedModel, "['gelu']"),
         ({**HUB, "model_args": {"global_pool": "avg"}}, UnsupportedModel, "fc_norm None"),
@@ -141,7 +136,6 @@ def test_keys_become_module_paths(key: str, paths: list[str]) -> None:
         (changed(HUB, "pretrained_cfg", interpolation="random"), UnsupportedModel, "random"),
         (changed(HUB, "pretrained_cfg", input_size=None), CheckpointError, "input_size"),
         (changed(HUB, "pretrained_cfg", input_size="384"), CheckpointError, "img_size"),
-        (changed(HUB, "pretrained_cfg", crop_mode="border"), UnsupportedModel, "border"),
         (changed(HUB, "pretrained_cfg", crop_pct=1.5), CheckpointError, "crop_pct"),
     ],
 )
@@ -162,6 +156,29 @@ def test_what_is_not_known_is_refused_by_name(
 def test_a_tower_of_any_size_is_shown_its_own(given: dict[str, Any]) -> None:
     found = translate_timm({**HUB, "model_args": given})
     assert found["image_size"] == found["image_processor"]["crop_size"]["height"] == 384
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "side"),
+    [
+        (changed(HUB, "pretrained_cfg", crop_mode="border"), "crop_mode is 'border'", 384),
+        (changed(HUB, "pretrained_cfg", crop_mode="squash"), "crop_mode is 'squash'", 384),
+        (
+            {**HUB, "model_args": {"img_size": 448, "dynamic_img_size": True}},
+            "img_size is 448 and input_size 384",
+            448,
+        ),
+    ],
+    ids=["border", "squash", "two sizes"],
+)
+def test_squares_that_are_not_made_are_named_and_leave_the_colours(
+    config: dict[str, Any], words: str, side: int
+) -> None:
+    found = translate_timm(config)
+    assert words in found["image_processor"]["unrun"]
+    assert "size" not in found["image_processor"]
+    assert found["image_processor"]["image_mean"] == [0.5, 0.5, 0.5]
+    assert found["image_size"] == side
 
 
 def test_an_unknown_architecture_is_told_what_is_near() -> None:

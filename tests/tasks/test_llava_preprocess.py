@@ -160,6 +160,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"size": {"shortest_edge": 28, "longest_edge": 56}},
         "size is .*longest_edge",
     ),
+    "a margin": (
+        "llava",
+        {"do_pad": True, "pad_size": {"height": 56, "width": 56}},
+        r'pad_size is {"height": 56, "width": 56}, and config.json\'s image_size 28',
+    ),
     "not scaled": ("llava", {"do_resize": False}, "does not squash pictures"),
     "colours not said": ("llava", {"image_mean": None}, "does not say image_mean"),
     "spread not said": ("next", {"image_std": None}, "does not say image_std"),

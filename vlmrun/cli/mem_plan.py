@@ -163,7 +163,12 @@ def note_missing(model: Model, job: Job, screen: Screen) -> None:
     if not model.source.complete:
         return
     try:
-        check_companions(model, images=bool(job.images) or not job.texts, texts=bool(job.texts))
+        check_companions(
+            model,
+            images=bool(job.images) or not job.texts,
+            texts=bool(job.texts),
+            dynamic=job.dynamic_size,
+        )
     except VlmrunError as error:
         screen.note(f"vlmrun {job.task} would refuse it: {error.message}")
 

@@ -11,6 +11,7 @@ from vlmrun.errors import CheckpointError, UnsupportedModel
 from vlmrun.models.checkpoints.folder import read_json, unreadable
 from vlmrun.models.family import Config
 from vlmrun.models.model import Model
+from vlmrun.models.transforms import UNRUN
 
 COPY = "copy it from where the model comes from"
 OTHER_MODEL = "the files are of different models or versions; download them again"
@@ -39,6 +40,7 @@ def check_companions(
 
     Raises:
         CheckpointError: a file is missing, or contradicts config.json.
+        UnsupportedModel: pictures cannot be made what the tower takes.
     """
     folder = model.source.folder
     assert folder is not None
@@ -46,7 +48,12 @@ def check_companions(
     notes: tuple[str, ...] = ()
     if images:
         check_channels(model)
-        read_image_settings(model)
+        file, settings = read_image_settings(model)
+        if UNRUN in settings and not dynamic:
+            raise UnsupportedModel(
+                f"{file}: {settings[UNRUN]}",
+                "embed --dynamic-size shows pictures as they are, uncut",
+            )
         check_tiling(model)
         notes += (CROPPED,) * (is_cropped(model.config) and not dynamic)
     if caption and model.family.prompt_style == "chat":

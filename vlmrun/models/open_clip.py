@@ -176,6 +176,10 @@ def picture_part(given: Config, side: int) -> dict[str, Any]:
 def tokenizer_part(given: Config) -> dict[str, Any]:
     """How a text is cleaned before it is tokenized, and the length it is padded or cut to."""
     settings = options(given, "tokenizer_kwargs")
+    if not given.get("hf_tokenizer_name"):
+        raise UnsupportedModel(
+            "text_cfg names no hf_tokenizer_name", "open_clip then takes CLIP's, which is not run"
+        )
     clean = settings.get("clean", "whitespace")
     if clean not in CLEANINGS or settings.keys() - {"clean"}:
         raise UnsupportedModel(

@@ -12,7 +12,7 @@ from typing import Any
 from vlmrun.errors import UnsupportedModel
 from vlmrun.models.checkpoints.names import nearest
 from vlmrun.models.family import Config, contradiction, number
-from vlmrun.models.transforms import missing, picture_settings
+from vlmrun.models.transforms import UNRUN, color_settings, missing, picture_settings
 
 SIZES: Mapping[str, Config] = {
     "base": {"embed_dim": 768, "depth": 12, "num_heads": 12, "mlp_ratio": 4.0},
@@ -121,7 +121,7 @@ def translate_timm(config: Config) -> Config:
     return {
         "model_type": "timm_siglip",
         **tower,
-        "image_processor": picture_settings(pictures, side),
+        "image_processor": preparation(given, pictures, side),
     }
 
 
@@ -166,22 +166,29 @@ def input_side(given: Config, pictures: Config) -> int:
 
     Raises:
         CheckpointError: no size is named, or what is named is none.
-        UnsupportedModel: it is no square, or a tower for any size is shown another than its own.
+        UnsupportedModel: it is no square.
     """
     size = given.get("img_size")
-    dynamic = given.get("dynamic_img_size") or given.get("dynamic_img_pad")
-    if size is not None and not dynamic:
-        return square_side(size)
-    prepared = pictures.get("input_size")
-    if prepared is None:
+    return prepared_side(pictures) if size is None else square_side(size)
+
+
+def prepared_side(pictures: Config) -> int:
+    """Side of the squares that `pretrained_cfg` has of pictures; raises the same."""
+    size = pictures.get("input_size")
+    if size is None:
         raise missing("input_size")
-    shown = square_side(prepared[1:] if isinstance(prepared, list | tuple) else prepared)
-    if size is not None and square_side(size) != shown:
-        raise UnsupportedModel(
-            f"img_size is {square_side(size)} and input_size {shown}, with dynamic_img_size",
-            "set img_size and input_size to one size; embed --dynamic-size shows pictures at any",
-        )
-    return shown
+    return square_side(size[1:] if isinstance(size, list | tuple) else size)  # channels first
+
+
+def preparation(given: Config, pictures: Config, side: int) -> dict[str, Any]:
+    """How squares are made of pictures for a tower of that `side`; a tower for any size is shown
+    what `pretrained_cfg` says, and another size than its own is not run."""
+    if given.get("dynamic_img_size") or given.get("dynamic_img_pad"):
+        shown = prepared_side(pictures)
+        if shown != side:
+            why = f"img_size is {side} and input_size {shown}, with dynamic_img_size"
+            return {**color_settings(pictures), UNRUN: why}
+    return picture_settings(pictures, side)
 
 
 def square_side(size: object) -> int:

@@ -9,7 +9,9 @@ from typing import Any
 from vlmrun.errors import CheckpointError, UnsupportedModel
 from vlmrun.models.family import Config, contradiction
 
-HALVES_ROUNDED = "halves_rounded"  # a setting of ours: the crop's corner, as torchvision's
+# Settings of ours: the crop's corner is torchvision's; why pictures are not made squares, which
+# does not matter where they are shown at their own size.
+HALVES_ROUNDED, UNRUN = "halves_rounded", "unrun"
 RESAMPLE = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}
 
 
@@ -18,23 +20,24 @@ def picture_settings(given: Config, side: int) -> dict[str, Any]:
 
     Most files say crop_mode "center" with crop_pct 0.9, though SigLIP was trained on squashed
     pictures; what the file says is what timm does, with torchvision's rounding of the corner.
+    A way to crop that is not run is named under UNRUN, and no size is.
 
     Raises:
         CheckpointError: a setting is missing; colours and filter are never taken for granted.
-        UnsupportedModel: a filter or a way to crop that is not known.
+        UnsupportedModel: the filter is not known.
     """
     mode, share = given.get("crop_mode") or "center", given.get("crop_pct") or 0.875
-    if mode not in ("center", "squash"):
-        raise UnsupportedModel(f"crop_mode is {mode!r}", "supported: center, squash")
     if not isinstance(share, int | float) or not 0 < share <= 1:
         raise contradiction(f"crop_pct should be above 0 and at most 1, not {share!r}")
     edge = math.floor(side / share)
     square = {"height": side, "width": side}
     settings = color_settings(given)
+    if mode not in ("center", "squash"):
+        return {**settings, UNRUN: f"crop_mode is {mode!r}, which is neither center nor squash"}
     if mode == "squash" and edge == side:
         return {**settings, "size": square}
     if mode == "squash":
-        raise UnsupportedModel("crop_mode is 'squash' with crop_pct below 1", "supported: with 1")
+        return {**settings, UNRUN: "crop_mode is 'squash' with crop_pct below 1"}
     return {
         **settings,
         "image_processor_type": "CLIPImageProcessor",

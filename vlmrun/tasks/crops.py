@@ -239,6 +239,8 @@ def read_cut(
     cut, tiled = CUTS[kind], kind == "LlavaNextImageProcessor"
     if kind == "LlavaImageProcessor" and processor.do_pad:
         cut = "padded"
+    elif cut in ("squashed", "centred") and not tiled and processor.do_pad and processor.pad_size:
+        check_side(file, "pad_size", processor.pad_size, side)
     sized = kind == "LlavaOnevisionImageProcessor" and processor.crop_size
     if cropped or tiled or sized:  # the size of a tile, too
         check_side(file, "crop_size", processor.crop_size, side)

@@ -42,7 +42,10 @@ class TextPreprocessor:
         # is obeyed. The generic one of SigLIP 2's files is neither (transformers#43054).
         settings = read_optional(folder, "tokenizer_config.json")
         cased = not settings.get("do_lower_case", True) or self._clean is not None
-        self._padded_left = settings.get("padding_side") == "left"
+        stated = settings.get("padding_side")
+        # open_clip pads as the tokenizer's class does, where no side is stated
+        side = stated if self._clean is None else self._tokenizer.padding_side
+        self._padded_left = side == "left"
         self._cut_left = settings.get("truncation_side") == "left"
         self._lowers = not cased and self._encoded("A CAT") != self._encoded("a cat")
 
@@ -51,7 +54,8 @@ class TextPreprocessor:
 
         In lower case, ended by the end token, padded to the position limit and without a mask:
         the tower pools the last position, whatever it holds. On the right, where
-        tokenizer_config.json names no side: SigLIP 2's class would pad on the left.
+        tokenizer_config.json names no side: SigLIP 2's class would pad on the left, and for
+        open_clip's models does.
 
         Raises:
             UsageError: a text is not Unicode.
