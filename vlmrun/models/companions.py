@@ -18,6 +18,7 @@ OTHER_MODEL = "the files are of different models or versions; download them agai
 VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json")
 CROPPED = "the middle of every picture is seen, as the model's settings for timm say"
 TEMPLATE = "chat_template.jinja"
+GENERATION = "generation_config.json"
 # settings of transformers' generate() that change greedy answers and are not followed, with the
 # values that ask for nothing
 UNFOLLOWED: Mapping[str, tuple[object, ...]] = {
@@ -25,6 +26,9 @@ UNFOLLOWED: Mapping[str, tuple[object, ...]] = {
     "guidance_scale": (None, 1),
     "penalty_alpha": (None, 0),
     "dola_layers": (None,),
+    "constraints": (None, []),
+    "force_words_ids": (None, []),
+    "token_healing": (None, False),
     "watermarking_config": (None,),
     "stop_strings": (None, [], ""),
     "max_time": (None,),
@@ -59,7 +63,7 @@ def check_companions(
     if caption and model.family.prompt_style == "chat":
         notes += check_template(model)
     if caption:
-        notes += unfollowed_settings(folder)
+        notes += unfollowed_settings(model)
     if caption or texts:
         check_tokenizer(folder, default="TokenizersBackend" if caption else text_tokenizer(model))
     return notes
@@ -80,11 +84,25 @@ def check_channels(model: Model) -> None:
         )
 
 
-def unfollowed_settings(folder: Path) -> tuple[str, ...]:
-    """A note of what generation_config.json asks for and is not done."""
-    settings = read_optional(folder, "generation_config.json")
+def unfollowed_settings(model: Model) -> tuple[str, ...]:
+    """A note of what the settings of generation ask for and is not done."""
+    file, settings = read_generation(model)
     named = [name for name, idle in UNFOLLOWED.items() if settings.get(name) not in idle]
-    return (f"generation_config.json sets {', '.join(named)}: not followed",) if named else ()
+    return (f"{file} sets {', '.join(named)}: not followed",) if named else ()
+
+
+def read_generation(model: Model) -> tuple[str, Mapping[str, Any]]:
+    """The file that holds the settings of generation, and the settings.
+
+    Without a file of their own they are config.json's, and what that leaves open the decoder's
+    part of it, as transformers reads old folders.
+    """
+    folder = model.source.folder
+    assert folder is not None
+    if (folder / GENERATION).exists():
+        return GENERATION, read_json(folder / GENERATION)
+    given = {name: value for name, value in model.config.items() if value is not None}
+    return "config.json", {**(model.config.get("text_config") or {}), **given}
 
 
 def text_tokenizer(model: Model) -> str:

@@ -5,7 +5,9 @@ it means to `generate()`.
 """
 
 import copy
-from collections.abc import Collection, Sequence
+import reprlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +17,9 @@ from transformers.generation.utils import GenerationMixin
 
 from vlmrun.errors import CheckpointError
 from vlmrun.job import Generation
-from vlmrun.models.companions import COPY
+from vlmrun.models.companions import COPY, read_generation
+from vlmrun.models.model import Model
+from vlmrun.models.quiet import quiet_transformers
 
 
 class Stock(GenerationMixin):  # type: ignore[misc]
@@ -49,32 +53,68 @@ def make_processors(
     return made
 
 
-def check_settings(
-    settings: GenerationConfig, *, stop_ids: Collection[int], vocabulary: int
-) -> None:
-    """Try a checkpoint's settings on a row of one token and one to come.
+def read_settings(
+    model: Model, *, stop_ids: Collection[int], placeholder_id: int
+) -> GenerationConfig:
+    """A checkpoint's settings of generation, tried on a prompt of one token of a picture and two
+    tokens after it; sampling's too, which greedy search leaves alone.
 
     Raises:
         CheckpointError: one is not of its type, out of range, or names no token of the model's.
     """
-    prompt, logits = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, vocabulary)
-    one = Generation(max_new_tokens=1)
-    try:
-        make_processors(settings, prompt, stop_ids=stop_ids, generation=one)(prompt, logits)
-    except Exception as error:  # every setting is checked by other code, in other ways
-        reason = " ".join(f"{error}".split()) or type(error).__name__
-        raise CheckpointError(f"generation_config.json: {reason}", COPY) from error
+    file, values = read_generation(model)
+    decoder = model.architecture.decoder
+    assert decoder is not None
+    prompt, logits = torch.tensor([[placeholder_id]]), torch.zeros(1, decoder.vocabulary)
+    two = Generation(max_new_tokens=2, temperature=1.0)
+
+    def attempt(values: Mapping[str, Any]) -> GenerationConfig:
+        kept = {"_from_model_config": True} if file == "config.json" else {}
+        settings: GenerationConfig = GenerationConfig.from_dict({**values, **kept})
+        chain = make_processors(settings, prompt, stop_ids=stop_ids, generation=two)
+        chain(prompt, logits.clone())
+        chain(torch.cat([prompt, prompt], dim=1), logits.clone())
+        return settings
+
+    with quiet_transformers():
+        try:
+            return attempt(values)
+        except Exception as error:  # every setting is checked by other code, in other ways
+            raise refused(error, f"{file}: {culprit(values, attempt)}") from error
+
+
+def culprit(values: Mapping[str, Any], attempt: Callable[[Mapping[str, Any]], object]) -> str:
+    """The first setting that fails alone, and its value; foreign errors seldom name it."""
+    for name, value in values.items():
+        try:
+            attempt({name: value})
+        except Exception:
+            return f"{name} is {reprlib.repr(value)}: "
+    return ""
+
+
+def refused(error: Exception, where: str) -> CheckpointError:
+    reason = " ".join(f"{error}".split()) or type(error).__name__
+    return CheckpointError(f"{where}{reason}", COPY)
 
 
 def processed(
     processors: Sequence[LogitsProcessorList], ids: Tensor, logits: Tensor, starts: Sequence[int]
 ) -> Tensor:
     """Logits [B, V] after every row's own processors; a row's padding, before `starts`, is no
-    token of it."""
+    token of it.
+
+    Raises:
+        CheckpointError: a setting fails that did not when it was tried, as a penalty on length
+            whose start lay further on.
+    """
     if not any(processors):
         return logits
-    rows = [
-        chain(ids[i : i + 1, start:], logits[i : i + 1])
-        for i, (chain, start) in enumerate(zip(processors, starts, strict=True))
-    ]
+    try:
+        rows = [
+            chain(ids[i : i + 1, start:], logits[i : i + 1])
+            for i, (chain, start) in enumerate(zip(processors, starts, strict=True))
+        ]
+    except Exception as error:
+        raise refused(error, "the checkpoint's settings of generation: ") from error
     return torch.cat(rows)

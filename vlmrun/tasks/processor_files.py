@@ -3,12 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from transformers.generation.configuration_utils import GenerationConfig
-
 from vlmrun.errors import CheckpointError
 from vlmrun.models.companions import COPY, OTHER_MODEL, TEMPLATE, find_template, read_optional
 from vlmrun.models.model import Model
-from vlmrun.models.quiet import quiet_transformers
 
 IMAGE_TOKEN = "<image>"
 
@@ -53,22 +50,6 @@ def read_image_token(model: Model, tokenizer: Any) -> tuple[str, int]:
             OTHER_MODEL,
         )
     return token, expected
-
-
-def read_generation_settings(folder: Path) -> GenerationConfig:
-    """generation_config.json, or the defaults of transformers where there is none.
-
-    Raises:
-        CheckpointError: it holds settings that transformers refuses.
-    """
-    settings = read_optional(folder, "generation_config.json")
-    try:
-        with quiet_transformers():
-            return GenerationConfig.from_dict(dict(settings))
-    except Exception as error:  # of every setting's own kind
-        raise CheckpointError(
-            f"generation_config.json cannot be read: {one_line(error)}", COPY
-        ) from error
 
 
 def read_stop_ids(model: Model, tokenizer: Any) -> frozenset[int]:

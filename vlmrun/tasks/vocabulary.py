@@ -6,12 +6,8 @@ from dataclasses import dataclass
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from vlmrun.models.model import Model
-from vlmrun.tasks.logits import check_settings
-from vlmrun.tasks.processor_files import (
-    read_generation_settings,
-    read_image_token,
-    read_stop_ids,
-)
+from vlmrun.tasks.logits import read_settings
+from vlmrun.tasks.processor_files import read_image_token, read_stop_ids
 from vlmrun.tasks.tokenizer import check_vocabulary, load_tokenizer
 
 
@@ -48,8 +44,7 @@ def read_vocabulary(model: Model, *, default: str, added: Sequence[str] = ()) ->
     pad = tokenizer.pad_token_id
     pad_id = min(stop_ids) if pad is None else int(pad)
     check_vocabulary(pad_id, decoder.vocabulary)
-    settings = read_generation_settings(folder)
-    check_settings(settings, stop_ids=stop_ids, vocabulary=decoder.vocabulary)
+    settings = read_settings(model, stop_ids=stop_ids, placeholder_id=placeholder_id)
     return Vocabulary(
         tokenizer, decoder.vocabulary, placeholder, placeholder_id, pad_id, stop_ids, settings
     )

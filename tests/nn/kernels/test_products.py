@@ -1,0 +1,93 @@
+"""Compiled products against the same product in double precision, over odd shapes and strides."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vlmrun.nn.kernels.products import PANEL, product
+
+ROWS = (1, 2, 3, 4, 5, 6, 7, 11, PANEL, PANEL + 1, 100)
+SHAPES = ((1, 5), (3, 8), (4, 1), (5, 33), (17, 100), (64, 768), (7, 4867))  # [N, K]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_are_those_of_double_precision(dtype: torch.dtype, wide: bool) -> None:
+    for shape in SHAPES:
+        weight = random(*shape, dtype=dtype)
+        for rows in ROWS:
+            x = random(rows, shape[1])
+            exact = x.double() @ weight.double().t()
+            size = x.double().abs() @ weight.double().abs().t()  # of what is added up
+            error = (product(x, weight, wide=wide) - exact).abs() / size
+            assert error.max() < 1e-6, (shape, rows)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_strides_and_odd_addresses(wide: bool) -> None:
+    whole = random(9, 130)
+    weight = random(11, 130, dtype=torch.bfloat16)
+    for x, w in (
+        (whole[:, 1:], weight[:, 1:]),
+        (whole[::2], weight[::3]),
+        (random(130, 9).t(), random(130, 11, dtype=torch.bfloat16).t()),
+        (whole[1:], weight.view(-1)[3 : 3 + 10 * 130].view(10, 130)),
+    ):
+        exact = x.double() @ w.double().t()
+        torch.testing.assert_close(product(x, w, wide=wide).double(), exact, atol=2e-5, rtol=1e-5)
+
+
+def test_every_half_is_widened_exactly() -> None:
+    """Subnormal numbers, infinities and signed zeros included; the payload of a NaN may change."""
+    bits = torch.arange(1 << 16, dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float16):
+        halves = bits.to(torch.int16).view(dtype)[:, None]
+        found, expected = product(torch.ones(1, 1), halves)[0], halves[:, 0].float()
+        assert bool(((found == expected) | (found.isnan() & expected.isnan())).all())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 9])
+def test_what_is_not_finite_stays_so(rows: int) -> None:
+    """An overflow must be seen where logits are looked at."""
+    for value in (float("inf"), float("nan")):
+        x, weight = torch.ones(rows, 40), torch.ones(12, 40, dtype=torch.float16)
+        x[rows - 1, 17] = value
+        found = product(x, weight)
+        assert not bool(torch.isfinite(found[rows - 1]).any())
+        assert bool((found[: rows - 1] == 40).all())
+
+
+def test_bits_do_not_depend_on_threads() -> None:
+    weight = random(301, 513, dtype=torch.bfloat16)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append([product(random(rows, 513), weight) for rows in ROWS])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_what_is_compiled_is_kept(tmp_path: Path) -> None:
+    """A second process compiles nothing: its cache is not written to."""
+    code = (
+        "import torch; from vlmrun.nn.kernels.products import product, rows_of_1;"
+        "product(torch.ones(1, 8), torch.ones(8, 8, dtype=torch.bfloat16));"
+        "print(sum(rows_of_1.stats.cache_hits.values()))"
+    )
+    command = [sys.executable, "-c", code]
+    environment = {"NUMBA_CACHE_DIR": str(tmp_path), "PATH": ""}
+    hits = [
+        subprocess.run(command, env=environment, capture_output=True, check=True).stdout.strip()
+        for _ in range(2)
+    ]
+    assert hits == [b"0", b"1"]
