@@ -365,7 +365,7 @@ READY_CASES = {
         ),
         "settings of generation that are none": Case(
             setting("generation_config.json", repetition_penalty=0),
-            "generation_config.json: `penalty` has to be a strictly positive float, but is 0",
+            "generation_config.json: repetition_penalty is 0: `penalty` has to be a strictly",
             "copy it",
         ),
         "damaged settings of generation": Case(

@@ -134,9 +134,18 @@ def test_an_image_token_that_is_no_text(tmp_path: Path, token: object) -> None:
 def test_generation_settings_that_are_not_followed_are_told(
     vlmrun: Command, tiny_onevision: Path, tmp_path: Path
 ) -> None:
-    change = setting("generation_config.json", num_beams=4, max_time=0, guidance_scale=1.0)
+    change = setting(
+        "generation_config.json",
+        num_beams=4,
+        max_time=0,
+        force_words_ids=[[5]],
+        constraints=[],
+        guidance_scale=1.0,
+    )
     folder = copied(tiny_onevision, tmp_path / "m", change)
     noise(1).save(tmp_path / "p.png")
     told = vlmrun("caption", "-m", folder, tmp_path / "p.png", "--max-new-tokens", "2")
     assert told.code == 0
-    assert "generation_config.json sets num_beams, max_time: not followed" in told.err
+    assert (
+        "generation_config.json sets num_beams, force_words_ids, max_time: not followed" in told.err
+    )

@@ -1,21 +1,25 @@
 """Settings of generation_config.json: the tokens of stock `generate()`, alone and in a batch."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import paligemmas
 import pytest
 import torch
 from entries import Prompted, Ready, load_tiny, noise, prompted, rows_of, vocabulary_of
-from folders import model_at
+from folders import all_of, changed, copied, model_at, setting, without
 from tiny import SPECIAL
-from transformers import GenerationConfig, LlavaOnevisionForConditionalGeneration
+from tiny_paligemma import IMAGE, build_paligemma
+from transformers import LlavaOnevisionForConditionalGeneration
 
 from vlmrun.errors import CheckpointError
 from vlmrun.job import Generation
+from vlmrun.tasks.chat import Chat
 from vlmrun.tasks.decode import decode
-from vlmrun.tasks.logits import check_settings
+from vlmrun.tasks.prefix import Prefix
 
 NEW_TOKENS = 10
 STOP = SPECIAL["<|im_end|>"]
@@ -86,6 +90,44 @@ def test_a_setting_is_followed_as_stock_does(
 @pytest.mark.parametrize(
     "settings",
     [
+        {"repetition_penalty": 1.5, "forced_eos_token_id": 7},
+        {"encoder_no_repeat_ngram_size": 1, "suppress_tokens": [0, 1, 2]},
+        {"min_new_tokens": NEW_TOKENS, "bad_words_ids": [[9]]},
+    ],
+    ids=str,
+)
+def test_another_family_follows_its_file(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Read from the folder on both sides."""
+    folder = build_paligemma(tmp_path / "m")
+    setting("generation_config.json", **settings)(folder)
+    batch = [paligemmas.ask(folder, text, noise(1)) for text in ("caption en", "what is it?")]
+    expected = [paligemmas.stock_tokens(folder, prompt) for prompt in batch]
+    assert paligemmas.tokens(folder, batch) == expected
+
+
+@pytest.mark.parametrize("part", ["config", "text_config"])
+@pytest.mark.parametrize(
+    "settings", [{"repetition_penalty": 5.0}, {"forced_eos_token_id": 1}], ids=str
+)
+def test_settings_in_the_configuration(
+    settings: dict[str, Any], part: str, tiny_onevision: Path, tmp_path: Path
+) -> None:
+    """Where old folders have them; a file of their own, even an empty one, takes their place."""
+    config = json.loads((tiny_onevision / "config.json").read_text())
+    given = settings if part == "config" else {part: config[part] | settings}
+    bare = without("generation_config.json")
+    folder = copied(tiny_onevision, tmp_path / "m", all_of(setting("config.json", **given), bare))
+    values = {name: getattr(Chat(model_at(folder)).vocabulary.settings, name) for name in settings}
+    stock = LlavaOnevisionForConditionalGeneration.from_pretrained(folder).generation_config
+    assert values == settings == {name: getattr(stock, name) for name in settings}
+    (folder / "generation_config.json").write_text("{}")
+    own = Chat(model_at(folder)).vocabulary.settings
+    assert [getattr(own, name) for name in settings] == [None]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
         {"suppress_tokens": "abc"},
         {"bad_words_ids": [[10**9]]},
         {"sequence_bias": [[["a"], 1.0]]},
@@ -95,12 +137,32 @@ def test_a_setting_is_followed_as_stock_does(
         {"no_repeat_ngram_size": 1.5},
         {"encoder_repetition_penalty": "x"},
         {"exponential_decay_length_penalty": [1]},
+        {"exponential_decay_length_penalty": [0, "x"]},
+        {"suppress_tokens": 5},
+        {"typical_p": "x"},
     ],
     ids=str,
 )
-def test_a_setting_that_cannot_be(settings: dict[str, Any]) -> None:
-    """Tried before the first picture, even what only the last token would meet."""
-    config = GenerationConfig()
-    config.update(**settings)
-    with pytest.raises(CheckpointError, match=r"^generation_config\.json: "):
-        check_settings(config, stop_ids={2}, vocabulary=100)
+def test_a_setting_that_cannot_be(
+    settings: dict[str, Any], tiny_onevision: Path, tmp_path: Path
+) -> None:
+    """Named and tried before the first picture, even what only the last token would meet."""
+    (name,) = settings
+    change = setting("generation_config.json", temperature=0.5, **settings)
+    model = changed(tiny_onevision, tmp_path / "m", change)
+    with pytest.raises(CheckpointError, match=rf"^generation_config\.json: {name} is .*: \S"):
+        Chat(model)
+
+
+def test_a_setting_that_fails_later(ready: Ready, batch: list[Prompted]) -> None:
+    """It is the checkpoint's fault still."""
+    with pytest.raises(CheckpointError, match="settings of generation: unsupported operand"):
+        our_tokens(ready, batch, exponential_decay_length_penalty=[5, "x"])
+
+
+def test_a_penalty_on_what_has_no_logit(tmp_path: Path) -> None:
+    """The token of a picture may lie beyond the table; stock ends in an IndexError."""
+    folder = build_paligemma(tmp_path / "m", vocab_size=IMAGE)
+    setting("generation_config.json", encoder_repetition_penalty=2.0)(folder)
+    with pytest.raises(CheckpointError, match=r"encoder_repetition_penalty is 2\.0: index"):
+        Prefix(model_at(folder))

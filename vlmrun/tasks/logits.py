@@ -94,6 +94,7 @@ def culprit(values: Mapping[str, Any], attempt: Callable[[Mapping[str, Any]], ob
 
 
 def refused(error: Exception, where: str) -> CheckpointError:
+    """A foreign error about a setting, on one line."""
     reason = " ".join(f"{error}".split()) or type(error).__name__
     return CheckpointError(f"{where}{reason}", COPY)
 

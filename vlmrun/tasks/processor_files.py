@@ -1,6 +1,5 @@
-"""What the files beside the weights say: chat template, image token, settings of generation."""
+"""What the files beside the weights say: chat template, image token, tokens that end an answer."""
 
-from pathlib import Path
 from typing import Any
 
 from vlmrun.errors import CheckpointError
@@ -54,6 +53,8 @@ def read_image_token(model: Model, tokenizer: Any) -> tuple[str, int]:
 
 def read_stop_ids(model: Model, tokenizer: Any) -> frozenset[int]:
     """Tokens that end an answer, from the first file that names any.
+
+    `generate()` asks no other file where generation_config.json says null, and never ends.
 
     Raises:
         CheckpointError: none does, or what it names is no token of the model's.
