@@ -43,7 +43,7 @@ def test_wheel_holds_the_package_and_its_data(wheel: Path) -> None:
     here = {
         str(file.relative_to(ROOT))
         for file in (ROOT / "vlmrun").rglob("*")
-        if file.is_file() and file.suffix != ".pyc"
+        if file.is_file() and "__pycache__" not in file.parts
     }
     assert {name for name in names if name.startswith("vlmrun/")} == here
     assert {

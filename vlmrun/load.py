@@ -11,6 +11,7 @@ from vlmrun.errors import CheckpointError, UnsupportedModel, UsageError
 from vlmrun.memory.attention import FLASH, TOWERS, Attention, head_dim, hint_of
 from vlmrun.memory.cached_model import CachedModelWithPartialLoad
 from vlmrun.memory.plan import Plan, Storage
+from vlmrun.memory.products import Products
 from vlmrun.models.checkpoints.checkpoint import TensorInfo
 from vlmrun.models.checkpoints.reading import WeightReader, torch_dtype
 from vlmrun.models.family import Config, Phase, contradiction
@@ -19,6 +20,7 @@ from vlmrun.models.model import Model
 from vlmrun.models.quiet import quiet_transformers
 from vlmrun.nn.backends import is_fused, register_backends, try_backend
 from vlmrun.nn.embedding import CastEmbedding, TokenTable
+from vlmrun.nn.kernels import compile_product, find_product
 from vlmrun.nn.linear import CastLinear, RowBlocks
 from vlmrun.nn.parallel import RowParallelLinear
 from vlmrun.nn.swap import swap_layers
@@ -30,7 +32,7 @@ LABELS = ("num_labels", "id2label", "label2id")
 def load(model: Model, plan: Plan) -> CachedModelWithPartialLoad:
     """Build the module on meta and make it ready to bind layers; weights are read on use.
 
-    The entry's plan is this one with the attention that was found to work.
+    The entry's plan is this one with the attention and the products that were found to work.
 
     Raises:
         CheckpointError: tensors that the configuration ties differ in the file, or it holds a
@@ -38,7 +40,7 @@ def load(model: Model, plan: Plan) -> CachedModelWithPartialLoad:
         UnsupportedModel: a layer of the module has no class that casts on the fly.
         UsageError: the attention that was asked for does not work here.
     """
-    plan = settle_attention(model, plan)
+    plan = settle_products(settle_attention(model, plan))
     with WeightReader() as reader:
         check_ties(model, reader)
     reader = WeightReader()
@@ -87,6 +89,18 @@ def settled(model: Model, phase: Phase, wanted: Attention, storage: Storage) -> 
     fused = is_fused(head_dim=width, dtype=dtype, device=device)
     reason = f"PyTorch has {'a' if fused else 'no'} fused kernel for {heads}"
     return Attention("sdpa", f"{reason}; {FLASH}: {failure}" if failure else reason)
+
+
+def settle_products(plan: Plan) -> Plan:
+    """Try the compiled loops where they are planned; PyTorch serves where they fail."""
+    if not plan.storage.products.compiled:
+        return plan
+    product, why = find_product()
+    if product is not None:
+        dtype = torch_dtype(plan.storage.dtype)
+        compile_product(product, dtype, rows=plan.workload.batch_size)
+        return plan
+    return replace(plan, storage=replace(plan.storage, products=Products(False, why)))
 
 
 def build_skeleton(model: Model, attention: Mapping[Phase, Attention]) -> nn.Module:

@@ -153,9 +153,17 @@ def prepare(job: Job, source: Source, stack: ExitStack) -> Ready:
     entry = stack.enter_context(
         cache.use(source.name, lambda: load(model, plan), nbytes=stays),
     )
-    plan = entry.plan  # with the attention that was found to work
+    notes += changed_products(plan, entry.plan)
+    plan = entry.plan  # with the attention and the products that were found to work
     task = Captioner if job.task == "caption" else Embedder
     return Ready(plan, entry, task(job, model, plan, entry).batches(), (*model.notes, *notes))
+
+
+def changed_products(planned: Plan, found: Plan) -> tuple[str, ...]:
+    """A note where the compiled loops were planned and do not work."""
+    if not planned.storage.products.compiled or found.storage.products.compiled:
+        return ()
+    return (f"PyTorch multiplies, more slowly: {found.storage.products.reason}",)
 
 
 def prepare_whole(job: Job, source: Source, stack: ExitStack) -> Ready:

@@ -7,6 +7,7 @@ from light import ONEVISION, SIGLIP, model_of
 
 from vlmrun.job import Job, Placing
 from vlmrun.memory.needs import Needs, needs_of
+from vlmrun.memory.working import COMPILED_BYTES
 from vlmrun.memory.workload import plan_job
 from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.models.model import Model
@@ -42,9 +43,11 @@ def test_on_a_gpu_weights_take_vram_and_one_of_them_ram(model: Model) -> None:
 
 @pytest.mark.parametrize("model", MODELS, ids=IDS)
 def test_halves_need_less_and_the_least_is_less(model: Model) -> None:
+    """But for the compiler of the loops that halves are multiplied by on a CPU."""
     whole, half = needs_of(model, Dtype.float32), needs_of(model, Dtype.bfloat16)
     for each in fields(Needs):
-        assert getattr(half, each.name) < getattr(whole, each.name)
+        compiler = COMPILED_BYTES if each.name == "smallest_ram_bytes" else 0
+        assert getattr(half, each.name) < getattr(whole, each.name) + compiler
     assert half.smallest_ram_bytes < half.ram_bytes
     assert half.smallest_vram_bytes < half.vram_bytes
 

@@ -6,6 +6,7 @@ from vlmrun.job import Job, Placing
 from vlmrun.memory.attention import choose_attention
 from vlmrun.memory.budget import Budget
 from vlmrun.memory.plan import Storage, make_plan
+from vlmrun.memory.products import choose_products
 from vlmrun.memory.workload import decide_compute_dtype, describe, used_phases
 from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.models.model import Model
@@ -41,7 +42,8 @@ def needs_of(model: Model, dtype: Dtype) -> Needs:
         attention = choose_attention(
             model.architecture, phases, "auto", compute=compute, device=device
         )
-        storage = Storage(dtype, REASON, compute, REASON, device, REASON, attention)
+        products = choose_products(dtype, compute, device)
+        storage = Storage(dtype, REASON, compute, REASON, device, REASON, attention, products)
         plans[device] = make_plan(model, load, storage=storage, budget=UNLIMITED)
     cpu, gpu = plans.values()
     return Needs(

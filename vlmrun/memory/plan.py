@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from vlmrun.memory.attention import Attention
 from vlmrun.memory.budget import Budget, parse_bytes
+from vlmrun.memory.products import PYTORCH, Products
 from vlmrun.memory.working import GPU_RUNTIME_BYTES, Working, Workload, working_memory
 from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.models.family import Phase
@@ -41,6 +42,7 @@ class Storage:
     device: str
     device_reason: str
     attention: Mapping[Phase, Attention] = field(default_factory=dict)
+    products: Products = PYTORCH
 
     @property
     def compute_tier(self) -> Tier:
@@ -134,6 +136,18 @@ class Plan:
         return frozenset(p.layer.name for p in self.placements if p.tiers.get(phase) is Tier.RAM)
 
 
+def working_of(model: Model, workload: Workload, storage: Storage) -> Working:
+    """What is needed beside the weights, as they are kept and computed."""
+    return working_memory(
+        model.architecture,
+        workload,
+        storage.compute_dtype,
+        device=storage.device,
+        compiled=storage.products.compiled,
+        eager=storage.eager,
+    )
+
+
 def make_plan(
     model: Model,
     workload: Workload,
@@ -151,13 +165,7 @@ def make_plan(
     """
     used = used_layers(model, workload, storage.dtype)
     movable = [use for use in used if not use.layer.gathered]
-    working = working_memory(
-        model.architecture,
-        workload,
-        storage.compute_dtype,
-        device=storage.device,
-        eager=storage.eager,
-    )
+    working = working_of(model, workload, storage)
     host = working.runtime_bytes + working.picture_bytes
     base = host if storage.compute_tier is Tier.RAM else GPU_RUNTIME_BYTES
     limit = budget.ram_bytes if storage.compute_tier is Tier.RAM else budget.vram_bytes

@@ -8,6 +8,7 @@ from vlmrun.job import Job, Placing
 from vlmrun.memory.attention import choose_attention, one_row_only
 from vlmrun.memory.budget import SHARE, Budget, cpu_features, find_device, read_budget, size_flag
 from vlmrun.memory.plan import MAX_BATCH, Plan, Storage, make_plan
+from vlmrun.memory.products import choose_products
 from vlmrun.memory.working import Workload
 from vlmrun.models.checkpoints.dtype import Dtype, parse_dtype, resolve_dtype
 from vlmrun.models.companions import COPY, read_image_settings
@@ -139,7 +140,8 @@ def decide_storage(model: Model, placing: Placing, phases: dict[Phase, tuple[str
     attention = choose_attention(
         model.architecture, phases, placing.attention, compute=compute, device=device
     )
-    return Storage(dtype, dtype_reason, compute, reason, device, device_reason, attention)
+    products = choose_products(dtype, compute, device)
+    return Storage(dtype, dtype_reason, compute, reason, device, device_reason, attention, products)
 
 
 def decide_compute_dtype(

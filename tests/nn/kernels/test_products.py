@@ -1,5 +1,6 @@
 """Compiled products against the same product in double precision, over odd shapes and strides."""
 
+import mmap
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from vlmrun.nn.kernels import compile_product, page_out
 from vlmrun.nn.kernels.products import PANEL, product
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 11, PANEL, PANEL + 1, 100)
@@ -91,3 +93,32 @@ def test_what_is_compiled_is_kept(tmp_path: Path) -> None:
         for _ in range(2)
     ]
     assert hits == [b"0", b"1"]
+
+
+def resident(library: str) -> int:
+    """KiB of a library's mappings that lie in memory."""
+    total, counted = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            counted = library in line
+        elif counted and line.startswith("Rss:"):
+            total += int(line.split()[1])
+    return total
+
+
+def test_pages_of_a_library_are_given_back(tmp_path: Path) -> None:
+    """Of one that no other process has mapped: the kernel leaves shared pages alone."""
+    file = tmp_path / "some-library.so"
+    file.write_bytes(b"x" * (8 << 20))
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        assert mapped[::4096] == b"x" * 2048
+        before = resident(file.name)
+        page_out(file.name)
+        assert resident(file.name) < before / 10
+        assert mapped[::4096] == b"x" * 2048
+
+
+def test_more_is_compiled_after_the_compilers_memory_was_given_back() -> None:
+    compile_product(product, torch.float16, rows=1)
+    x, weight = random(3, 9), random(5, 9, dtype=torch.float16)
+    torch.testing.assert_close(product(x, weight), x @ weight.float().t())
