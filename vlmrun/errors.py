@@ -8,6 +8,7 @@ VlmrunError               1  could not run
 ├── ImageError            1  one picture cannot be decoded (becomes that picture's error row)
 ├── NotFinite             1  the arithmetic overflowed (becomes that input's error row)
 ├── OutputError           1  the output cannot be written, or another run is writing it
+├── ProcessLost           1  another of the processes that share a model has ended, or is stuck
 └── OutOfBudget           4  does not fit; carries the smallest budget that would do
 """
 
@@ -56,6 +57,10 @@ class NotFinite(VlmrunError):
 
 
 class OutputError(VlmrunError):
+    pass
+
+
+class ProcessLost(VlmrunError):
     pass
 
 

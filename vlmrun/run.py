@@ -6,7 +6,7 @@ was yielded has been written.
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -21,11 +21,11 @@ from vlmrun.memory.budget import format_bytes
 from vlmrun.memory.measure import PeakMemory
 from vlmrun.memory.plan import Plan
 from vlmrun.memory.working import DECODED_PIXEL_BYTES
-from vlmrun.memory.workload import check_shapes, flags_that_fit, own_placing, plan_job
+from vlmrun.memory.workload import Size, check_shapes, flags_that_fit, own_placing, plan_job
 from vlmrun.models.checkpoints.source import Source
 from vlmrun.models.companions import check_companions
 from vlmrun.models.families import is_supported
-from vlmrun.models.model import open_source, read_model
+from vlmrun.models.model import Model, open_source, read_model
 from vlmrun.models.sharding import read_shard, shard_model
 
 if TYPE_CHECKING:
@@ -137,17 +137,13 @@ def prepare(job: Job, source: Source, stack: ExitStack) -> Ready:
     # late: torch and transformers cost seconds, and a refused job need not pay for them
     from vlmrun.load import load
     from vlmrun.memory.cache import ModelCache
-    from vlmrun.nn.parallel import first_number, joined
+    from vlmrun.nn.parallel import joined
     from vlmrun.tasks.captioner import Captioner
     from vlmrun.tasks.embedder import Embedder
 
     if job.placing.tp:
         stack.enter_context(joined(plan.storage.device))
-        # what is free, and so the batch, may look different to every process
-        batch = first_number(plan.workload.batch_size)
-        job = replace(job, placing=replace(job.placing, batch_size=batch))
-        plan = plan_job(model, job, sizes)
-        check_budget(plan)  # of this process, which may have less room than the first
+        plan = agreed(plan, model, job, sizes)
     cache = stack.enter_context(ModelCache(plan.budget.ram_bytes + plan.budget.vram_bytes))
     stays = max(plan.stored_bytes(phase) for phase in plan.workload.phases)
     entry = stack.enter_context(
@@ -157,6 +153,24 @@ def prepare(job: Job, source: Source, stack: ExitStack) -> Ready:
     plan = entry.plan  # with the attention and the products that were found to work
     task = Captioner if job.task == "caption" else Embedder
     return Ready(plan, entry, task(job, model, plan, entry).batches(), (*model.notes, *notes))
+
+
+def agreed(plan: Plan, model: Model, job: Job, sizes: Sequence[Size]) -> Plan:
+    """The plan with the batch that every process has room for; what is free, and so the batch,
+    may look different to each.
+
+    Raises:
+        OutOfBudget: the plan with that batch does not fit this process.
+    """
+    from vlmrun.nn.parallel import least_number  # late: as above
+
+    batch = least_number(plan.workload.batch_size)
+    if batch == plan.workload.batch_size:
+        return plan
+    plan = plan_job(model, replace(job, placing=replace(job.placing, batch_size=batch)), sizes)
+    check_budget(plan)
+    reason = "another process has room for no more"
+    return replace(plan, workload=replace(plan.workload, batch_reason=reason))
 
 
 def changed_products(planned: Plan, found: Plan) -> tuple[str, ...]:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import Command
 from folders import Change, all_of, changed, model_at, picture, replaced, setting, without
 from tiny_tokenizers import SPECIAL
 from transformers import AutoTokenizer
 from transformers.utils.logging import warning_once
 
 from vlmrun.errors import CheckpointError, UsageError
+from vlmrun.models.companions import check_companions
 from vlmrun.tasks.chat import Chat
 from vlmrun.tasks.preprocess import PicturePreprocessor
 from vlmrun.tasks.texts import TextPreprocessor
@@ -77,6 +79,22 @@ def test_template_is_found_wherever_it_lies(
     chat = Chat(changed(tiny_onevision, tmp_path, moved))
     ids = chat.input_ids(PROMPT, (20,))
     assert chat.vocabulary.tokenizer.decode(ids).startswith("jason")
+
+
+@pytest.mark.parametrize("value", [NAMED[:1], [{"name": [1]}], {"tool_use": "<image>"}, 5, True])
+def test_what_is_no_template_is_refused_before_torch(
+    vlmrun: Command, tiny_onevision: Path, tmp_path: Path, value: object
+) -> None:
+    """The family's own form takes the place of a missing one, never of a wrong one."""
+    change = all_of(
+        without("chat_template.jinja"), setting("tokenizer_config.json", chat_template=value)
+    )
+    model = changed(tiny_onevision, tmp_path, change)
+    words = "tokenizer_config.json: chat_template is no text, nor several with a default"
+    with pytest.raises(CheckpointError, match=words):
+        check_companions(model, images=True, texts=False)
+    told = vlmrun("mem-plan", "-m", tmp_path)
+    assert f"vlmrun caption would refuse it: {words}" in told.err
 
 
 BAD_CAPTION_FILES = {

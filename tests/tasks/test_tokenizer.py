@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from folders import Change, changed, model_at, setting
+from commands import Command
+from folders import Change, all_of, changed, copied, model_at, replaced, setting
 from gemma_tokenizer import gemma
+from tiny_llava import build_llava
 from transformers import AutoTokenizer
 
 from vlmrun.errors import CheckpointError
@@ -42,6 +44,12 @@ def without_specials(found: dict[str, Any]) -> None:
     }
 
 
+def without_ids(found: dict[str, Any]) -> None:
+    """As a half-written file: no text gets any token."""
+    found["model"] |= {"vocab": {}, "merges": []}
+    found["post_processor"] = None
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -57,6 +65,33 @@ def test_a_damaged_tokenizer_of_texts(tiny_siglip2: Path, tmp_path: Path, change
     assert "\n" not in caught.value.message
 
 
+def null_unknown(folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "unk_token": None}))
+
+
+def forget_unknown(found: dict[str, Any]) -> None:
+    del found["model"]["vocab"]["<unk>"]
+    found["added_tokens"] = [each for each in found["added_tokens"] if each["content"] != "<unk>"]
+
+
+@pytest.mark.parametrize(
+    ("fixture", "change"),
+    [
+        ("tiny_siglip", null_unknown),
+        ("tiny_siglip2", all_of(gemma(True), null_unknown)),
+        ("tiny_siglip2", all_of(gemma(True), damaged(forget_unknown))),
+    ],
+)
+def test_no_token_for_what_is_unknown(
+    fixture: str, change: Change, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Told before a text has such a character."""
+    with pytest.raises(CheckpointError, match="the tokenizer fails: ") as caught:
+        TextPreprocessor(changed(request.getfixturevalue(fixture), tmp_path, change))
+    assert caught.value.hint
+
+
 @pytest.mark.parametrize("value", [[], ["x"], [1]], ids=str)
 @pytest.mark.parametrize("fixture", ["tiny_siglip", "tiny_siglip2"])
 def test_names_of_inputs_are_not_needed(
@@ -68,14 +103,44 @@ def test_names_of_inputs_are_not_needed(
     assert torch.equal(rows, TextPreprocessor(model_at(folder)).tokens(["a fox"])[0])
 
 
-def test_a_template_of_half_a_character(tiny_onevision: Path, tmp_path: Path) -> None:
-    """Written by the template itself, it reaches the tokenizer."""
+def test_damage_is_met_before_any_prompt(tmp_path: Path) -> None:
+    """A decoder's tokenizer is tried where it is loaded."""
+    folder = build_llava(tmp_path / "llava")
+    model = changed(folder, tmp_path / "m", damaged(without_ids))
+    with pytest.raises(CheckpointError, match="the tokenizer makes no ids of 'a cat"):
+        Chat(model)
 
-    def change(folder: Path) -> None:
-        (folder / "chat_template.jinja").write_text("<image>{{ '\\ud800' }}")
 
-    with pytest.raises(CheckpointError, match="the tokenizer fails"):
-        Chat(changed(tiny_onevision, tmp_path, change)).input_ids("?", (20,))
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("<image>{{ '\\ud800' }}", "the tokenizer fails"),  # half a character
+        ("{{ messages[1].content }}<image>", "the chat template fails"),
+    ],
+)
+def test_templates_are_tried_before_any_picture(
+    vlmrun: Command, tiny_onevision: Path, tmp_path: Path, template: str, words: str
+) -> None:
+    """No picture can be read, and that is not what is said."""
+    folder = copied(
+        tiny_onevision, tmp_path / "m", replaced("chat_template.jinja", template.encode())
+    )
+    (tmp_path / "p.png").write_bytes(b"no picture")
+    told = vlmrun("caption", "-m", folder, tmp_path / "p.png", "--json")
+    assert (told.code, told.out) == (1, b"")
+    assert words in told.err
+
+
+def test_what_rust_prints_is_no_result(
+    tiny_onevision: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`tokenizers` tells standard output of a token's settings that it does not know."""
+    odd = {"content": "<|endoftext|>", "id": 3}
+    folder = copied(tiny_onevision, tmp_path, setting("special_tokens_map.json", unk_token=odd))
+    Chat(model_at(folder))
+    assert capfd.readouterr().out == ""
+    AutoTokenizer.from_pretrained(folder)
+    assert "unknown kwarg" in capfd.readouterr().out
 
 
 def test_an_interrupt_is_no_damage() -> None:
@@ -105,3 +170,27 @@ def test_every_way_to_keep_case(tiny_siglip2: Path, tmp_path: Path, value: objec
 
     rows, _ = TextPreprocessor(changed(tiny_siglip2, tmp_path, change)).tokens(["A CAT", "a cat"])
     assert not torch.equal(rows[0], rows[1])
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        ({"padding_side": "right"}, []),
+        ({}, ["padded on the right"]),
+        ({"padding_side": "right", "do_lower_case": None}, ["put in lower case"]),
+    ],
+)
+def test_what_no_file_says_of_texts_is_told_once(
+    tiny_siglip2: Path, tmp_path: Path, stated: dict[str, object], words: list[str]
+) -> None:
+    """SigLIP 2's class pads on the left and keeps case: not what the model was trained with."""
+    change = all_of(gemma(True), setting("tokenizer_config.json", **stated))
+    texts = TextPreprocessor(changed(tiny_siglip2, tmp_path, change))
+    rows, notes = texts.tokens(["A CAT", "a cat"])
+    assert torch.equal(rows[0], rows[1])
+    assert rows[0, -1] == 0
+    said = [
+        f"texts are {each}, as SigLIP's are: tokenizer_config.json does not say" for each in words
+    ]
+    assert list(notes) == said
+    assert texts.tokens(["a cat"])[1] == ()

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from vlmrun.errors import UsageError
+from vlmrun.errors import ProcessLost, UsageError
 from vlmrun.models.sharding import read_shard
 
 PATIENCE = 5.0  # seconds; processes on one machine start at different moments
@@ -26,13 +26,14 @@ def follows_another(*, tp: bool) -> bool:
     return False
 
 
-def let_the_first_tell(arguments: Sequence[str]) -> str:
-    """Wait for the first process to tell of an error, where this is another: most errors are
-    those of all, and torchrun ends the others as soon as one has ended. Returns what to put
-    before one that is this process's own.
+def let_others_tell(arguments: Sequence[str], error: Exception) -> str:
+    """Wait for another process to tell of an error: the first, as most errors are those of all,
+    or the one that was lost. torchrun ends the others as soon as one has ended. Returns what to
+    put before an error that none has told.
     """
     rank = os.environ.get("RANK", "0")
-    if "--tp" not in arguments or rank == "0":
+    lost = isinstance(error, ProcessLost)
+    if "--tp" not in arguments or (rank == "0" and not lost):
         return ""
-    time.sleep(PATIENCE)
-    return f"process {rank}: "
+    time.sleep(2 * PATIENCE if lost else PATIENCE)
+    return "" if rank == "0" else f"process {rank}: "

@@ -16,7 +16,7 @@ from vlmrun.cli.command import Command
 from vlmrun.cli.embed import embed
 from vlmrun.cli.mem_plan import mem_plan
 from vlmrun.cli.models import models
-from vlmrun.cli.processes import let_the_first_tell
+from vlmrun.cli.processes import let_others_tell
 from vlmrun.cli.screen import say
 from vlmrun.cli.signals import Interrupted
 from vlmrun.errors import VlmrunError
@@ -44,11 +44,11 @@ def run_arguments(arguments: list[str]) -> int:
     except BrokenPipeError:  # whoever reads the results has enough of them
         return 0
     except VlmrunError as error:
-        whose = let_the_first_tell(arguments)
+        whose = let_others_tell(arguments, error)
         return tell(whose + error.message, error.hint, error.exit_code, verbose)
     except Exception as error:
         message, hint = what_happened(error)
-        return tell(let_the_first_tell(arguments) + message, hint, 1, verbose)
+        return tell(let_others_tell(arguments, error) + message, hint, 1, verbose)
 
 
 def flush_and_exit(code: int) -> NoReturn:

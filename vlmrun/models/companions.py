@@ -160,38 +160,61 @@ def check_tokenizer(folder: Path, *, default: str) -> None:
         )
 
 
-def find_template(folder: Path) -> object:
-    """The chat template of a folder, or several by their names, from the first of its four places
-    that has one, in transformers' order; nothing where none has.
+def find_template(folder: Path) -> str:
+    """The chat template of a folder, the default one of several, from the first of its four places
+    that has one, in transformers' order; empty where none has.
 
     Raises:
-        CheckpointError: a file cannot be read.
+        CheckpointError: a file cannot be read, or what it has is no template.
     """
     for name in ("processor_config.json", "chat_template.json"):
-        if found := read_optional(folder, name).get("chat_template"):
+        if found := template_in(folder, name):
             return found
     try:
         return (folder / TEMPLATE).read_text(encoding="utf-8")
     except FileNotFoundError:
-        return read_optional(folder, "tokenizer_config.json").get("chat_template")
+        return template_in(folder, "tokenizer_config.json")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{TEMPLATE} is not UTF-8", COPY) from error
     except OSError as error:
         raise unreadable(folder / TEMPLATE, error) from error
 
 
-def check_template(model: Model) -> tuple[str, ...]:
-    """A note where the folder holds no chat template and the family's own is used.
+def template_in(folder: Path, name: str) -> str:
+    """The chat template in a JSON file of the folder; empty where there is none."""
+    found = read_optional(folder, name).get("chat_template")
+    if not found:
+        return ""
+    if isinstance(found, list):  # as tokenizer_config.json lists several
+        named = [each for each in found if isinstance(each, dict) and each.get("name") == "default"]
+        found = named[-1].get("template") if named else None
+    elif isinstance(found, dict):
+        found = found.get("default")
+    if not isinstance(found, str):
+        raise CheckpointError(f"{name}: chat_template is no text, nor several with a default", COPY)
+    return found
+
+
+def read_template(model: Model) -> str:
+    """The chat template of a folder, else the family's own.
 
     Raises:
-        CheckpointError: none is known of the family either.
+        CheckpointError: there is none, or what a file has is none.
     """
+    assert model.source.folder is not None
+    found = find_template(model.source.folder) or model.family.chat_template(model.config)
+    if not found:
+        raise CheckpointError(f"{TEMPLATE} is missing, and no other file has one", COPY)
+    return found
+
+
+def check_template(model: Model) -> tuple[str, ...]:
+    """A note where the family's own chat template is used; raises as `read_template`."""
     folder = model.source.folder
     assert folder is not None
+    read_template(model)
     if find_template(folder):
         return ()
-    if not model.family.chat_template(model.config):
-        raise CheckpointError(f"{TEMPLATE} is missing, and no other file has one", COPY)
     return (f"{TEMPLATE} is missing: the form of {model.family.name}'s prompts is vlmrun's own",)
 
 

@@ -3,6 +3,7 @@
 Not DTensor: its parallel styles accept stock layers only.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,7 +11,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor, distributed
 
-from vlmrun.errors import ImageError
+from vlmrun.errors import ImageError, ProcessLost
 from vlmrun.nn.linear import CastLinear, linear
 
 PATIENCE = timedelta(minutes=30)  # a process may read weights from a slow disk for long
@@ -24,7 +25,8 @@ class RowParallelLinear(CastLinear):
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., K / processes]; gives [..., N], the same in every process."""
         part = linear(x, self.weight).float()  # halves would be rounded once per process
-        distributed.all_reduce(part)
+        with others_needed():
+            distributed.all_reduce(part)
         whole = part.to(x.dtype)
         return whole if self.bias is None else whole + self.bias.to(x.dtype)
 
@@ -32,7 +34,11 @@ class RowParallelLinear(CastLinear):
 @contextmanager
 def joined(device: str) -> Iterator[None]:
     """Meet the other processes that torchrun started, and part in the end; where they have met
-    before, stay with them."""
+    before, stay with them.
+
+    Raises:
+        ProcessLost: one of them does not come.
+    """
     if distributed.is_initialized():
         yield
         return
@@ -42,11 +48,29 @@ def joined(device: str) -> Iterator[None]:
 
     if device != "cpu":
         torch.cuda.set_device(device)
-    distributed.init_process_group("gloo" if device == "cpu" else "nccl", timeout=PATIENCE)
+    with others_needed():
+        distributed.init_process_group("gloo" if device == "cpu" else "nccl", timeout=PATIENCE)
     try:
         yield
     finally:
         distributed.destroy_process_group()
+
+
+@contextmanager
+def others_needed() -> Iterator[None]:
+    """Around what all processes do together.
+
+    Raises:
+        ProcessLost: one of them has ended, or does not answer in time.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # gloo's and NCCL's
+        reason = re.sub(r"^\[[^]]*\] *", "", str(error)).partition(". ")[0]
+        raise ProcessLost(
+            f"lost another process of --tp: {reason}",
+            "what it said, or torchrun's report, tells why",
+        ) from error
 
 
 def from_first(values: Tensor) -> Tensor:
@@ -54,22 +78,25 @@ def from_first(values: Tensor) -> Tensor:
     if not distributed.is_initialized():
         return values
     sent = values.cuda() if distributed.get_backend() == "nccl" else values.clone()
-    distributed.broadcast(sent, src=0)
+    with others_needed():
+        distributed.broadcast(sent, src=0)
     return sent.to(values.device)
 
 
-def first_number(number: int) -> int:
-    """The same of a whole number."""
-    return int(from_first(torch.tensor(number)))
+def least_number(number: int) -> int:
+    """The least of the processes' whole numbers."""
+    if not distributed.is_initialized():
+        return number
+    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    found = torch.tensor(number, device=device)
+    with others_needed():
+        distributed.all_reduce(found, distributed.ReduceOp.MIN)
+    return int(found)
 
 
 def true_of_any(flag: bool) -> bool:
     """Whether it is true in one of the processes."""
-    if not distributed.is_initialized():
-        return flag
-    found = torch.tensor(int(flag), device="cuda" if distributed.get_backend() == "nccl" else "cpu")
-    distributed.all_reduce(found, distributed.ReduceOp.MAX)
-    return bool(found)
+    return not least_number(not flag)
 
 
 def check_same(read: list[str]) -> None:
@@ -81,7 +108,8 @@ def check_same(read: list[str]) -> None:
     if not distributed.is_initialized():
         return
     found: list[list[str] | None] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(found, read)
+    with others_needed():
+        distributed.all_gather_object(found, read)
     if any(other != found[0] for other in found):
         raise ImageError(
             "the processes of --tp read different pictures; change no file while a job runs"

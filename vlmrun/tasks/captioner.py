@@ -62,6 +62,8 @@ class Captioner:
         self._view = view_of(model, job)
         self._asking = Prefix(model) if model.family.prompt_style == "prefix" else Chat(model)
         self._prompts = job.prompts or (Prompt(model.family.default_prompt),)
+        for prompt in self._prompts:  # what is refused of one is refused before any picture
+            self._asking.input_ids(prompt.text, (1,), system=job.system)
 
     def batches(self) -> Iterator[Batch]:
         options = decode_options(self._job)

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from jinja2 import TemplateError
 
 from vlmrun.errors import CheckpointError, UsageError
-from vlmrun.models.companions import COPY, OTHER_MODEL
+from vlmrun.models.companions import COPY, OTHER_MODEL, read_template
 from vlmrun.models.model import Model
-from vlmrun.tasks.processor_files import one_line, read_template
+from vlmrun.tasks.processor_files import one_line
 from vlmrun.tasks.tokenizer import check_said, check_vocabulary, encode
 from vlmrun.tasks.vocabulary import read_vocabulary
 

@@ -1,31 +1,12 @@
-"""What the files beside the weights say: chat template, image token, tokens that end an answer."""
+"""What the files beside the weights say of special tokens: images, ends of answers."""
 
 from typing import Any
 
 from vlmrun.errors import CheckpointError
-from vlmrun.models.companions import COPY, OTHER_MODEL, TEMPLATE, find_template, read_optional
+from vlmrun.models.companions import COPY, OTHER_MODEL, read_optional
 from vlmrun.models.model import Model
 
 IMAGE_TOKEN = "<image>"
-
-
-def read_template(model: Model) -> str:
-    """The chat template of a folder, the default one of several, else the family's own.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    assert model.source.folder is not None
-    template = find_template(model.source.folder)
-    if isinstance(template, list):  # as tokenizer_config.json lists several
-        named = [each for each in template if isinstance(each, dict)]
-        template = {each.get("name"): each.get("template") for each in named}
-    if isinstance(template, dict):
-        template = template.get("default")
-    template = template or model.family.chat_template(model.config)
-    if not isinstance(template, str) or not template:
-        raise CheckpointError(f"{TEMPLATE} is missing", COPY)
-    return template
 
 
 def read_image_token(model: Model, tokenizer: Any) -> tuple[str, int]:

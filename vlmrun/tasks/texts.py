@@ -46,11 +46,20 @@ class TextPreprocessor:
         # open_clip pads as the tokenizer's class does, where no side is stated
         side = stated if self._clean is None else self._tokenizer.padding_side
         self._padded_left = side == "left"
-        self._cut_left = settings.get("truncation_side") == "left"
         self._lowers = not cased and self._encoded("A CAT") != self._encoded("a cat")
+        unsaid = {
+            "padded on the right": side is None and self._tokenizer.padding_side == "left",
+            "put in lower case": self._lowers and "do_lower_case" not in settings,
+        }
+        self._notes = [
+            f"texts are {done}, as SigLIP's are: tokenizer_config.json does not say"
+            for done, here in unsaid.items()
+            if here
+        ]
 
     def tokens(self, texts: Sequence[str]) -> tuple[torch.Tensor, tuple[str, ...]]:
-        """Token ids [B, positions] int64, and a note for every text that is cut.
+        """Token ids [B, positions] int64, and a note for every text that is cut; the first time
+        on what no file says, too.
 
         In lower case, ended by the end token, padded to the position limit and without a mask:
         the tower pools the last position, whatever it holds. On the right, where
@@ -63,7 +72,7 @@ class TextPreprocessor:
         """
         limit = self._text.positions
         rows = torch.full((len(texts), limit), self._tokenizer.pad_token_id, dtype=torch.int64)
-        notes = []
+        notes, self._notes = self._notes, []
         for text in texts:
             check_text("text", text)
         for row, text in zip(rows, texts, strict=True):
@@ -71,16 +80,16 @@ class TextPreprocessor:
             if len(ids) > limit:
                 shown = text if len(text) < 40 else f"{text[:39]}…"
                 notes.append(f"text {shown!r} has {len(ids)} tokens and is cut to {limit}")
-                ids = ids[-limit:] if self._cut_left else ids[: limit - 1] + ids[-1:]
+                ids = self._encoded(text, limit)
             check_vocabulary(max(ids), self._text.vocabulary)
             start = limit - len(ids) if self._padded_left else 0
             row[start : start + len(ids)] = torch.tensor(ids)
         return rows, tuple(notes)
 
-    def _encoded(self, text: str) -> list[int]:
+    def _encoded(self, text: str, limit: int | None = None) -> list[int]:
         if self._clean is not None:
             text = clean_text(text, self._clean)
         if self._lowers:
             # As transformers' Siglip2Tokenizer does; Python's own differs on a few letters.
             text = Lowercase().normalize_str(text)
-        return encode(self._tokenizer, text)
+        return encode(self._tokenizer, text, limit=limit)

@@ -1,5 +1,7 @@
 """A folder's tokenizer: texts become token ids, and these texts again."""
 
+import os
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +15,8 @@ from vlmrun.models.companions import COPY, OTHER_MODEL, check_tokenizer
 from vlmrun.models.quiet import quiet_transformers
 from vlmrun.tasks.processor_files import one_line
 
+PROBE = "a cat \U0010fffd"  # and what no vocabulary has
+
 
 def load_tokenizer(folder: Path, *, default: str) -> Any:
     """The tokenizer of a folder, of the class that tokenizer_config.json names, else `default`.
@@ -21,8 +25,29 @@ def load_tokenizer(folder: Path, *, default: str) -> Any:
         CheckpointError: its files are missing or damaged.
     """
     check_tokenizer(folder, default=default)
-    with damage_told("the tokenizer cannot be read"), quiet_transformers():
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with standard_output_kept(), quiet_transformers(), damage_told("the tokenizer cannot be read"):
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    encode(tokenizer, PROBE)  # some damage is met no earlier
+    return tokenizer
+
+
+@contextmanager
+def standard_output_kept() -> Iterator[None]:
+    """Drop what is printed, by Rust and past `sys.stdout`: a token's setting that it does not know
+    would stand among the results."""
+    if sys.stdout is None:  # closed; the number may be another file's
+        yield
+        return
+    kept, sink = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(sink)
 
 
 @contextmanager
@@ -37,8 +62,11 @@ def damage_told(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {one_line(error)}", COPY) from error
 
 
-def encode(tokenizer: Any, text: str, *, special_tokens: bool = True) -> list[int]:
-    """Token ids of a text; `special_tokens`: between those that the tokenizer itself adds.
+def encode(
+    tokenizer: Any, text: str, *, special_tokens: bool = True, limit: int | None = None
+) -> list[int]:
+    """Token ids of a text; `special_tokens`: between those that the tokenizer itself adds;
+    `limit`: cut to so many, on the side that the tokenizer cuts.
 
     Raises:
         CheckpointError: the tokenizer is damaged.
@@ -46,10 +74,18 @@ def encode(tokenizer: Any, text: str, *, special_tokens: bool = True) -> list[in
     # `verbose` is a remark on long sequences; SigLIP's warns of a text that ends in </s>
     with damage_told("the tokenizer fails"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = tokenizer(text, add_special_tokens=special_tokens, verbose=False)
+        made = tokenizer(
+            text,
+            add_special_tokens=special_tokens,
+            truncation=limit is not None,
+            max_length=limit,
+            verbose=False,
+        )
     ids = made.get("input_ids")
     if not ids or not all(type(each) is int for each in ids):
         raise CheckpointError(f"the tokenizer makes no ids of {text!r}", COPY)
+    if limit is not None and len(ids) > limit:
+        raise CheckpointError(f"the tokenizer cuts {text!r} to {len(ids)} ids, not {limit}", COPY)
     return list(ids)
 
 
