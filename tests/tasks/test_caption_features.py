@@ -13,7 +13,9 @@ from torch import Tensor
 from transformers import LlavaOnevisionForConditionalGeneration
 
 from vlmrun.memory.working import CROPS_AT_ONCE
+from vlmrun.tasks import caption
 from vlmrun.tasks.caption import encode_pictures
+from vlmrun.tasks.vision import squares
 
 # (width, height) of the pictures of one prompt
 PROMPTS = {
@@ -101,6 +103,38 @@ def test_features_equal_stock(
     torch.testing.assert_close(
         mine, stock_features(stock(folders[depth]), prompts[name]), atol=2e-5, rtol=0
     )
+
+
+def test_the_same_pixels_pass_the_tower_once(
+    tiny_onevision: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A square picture's base view is its only tile; a picture may come twice in a batch."""
+    model, passed = model_at(tiny_onevision), []
+
+    def counted(pixels: Tensor) -> Any:
+        passed.append(len(pixels))
+        return squares(pixels)
+
+    monkeypatch.setattr(caption, "squares", counted)
+    square, tall = noise(1, 28, 28), noise(2, 20, 90)
+    batch = [prompted(model, [each]) for each in (square, tall, square)]
+    crops = [len(prompt.pictures.pixel_values) for prompt in batch]
+    found = encode(tiny_onevision, batch)
+    assert passed == [1 + crops[1]] * 2
+    assert crops == [2, crops[1], 2]
+    assert torch.equal(found[0], found[2])
+    for features, prompt in zip(found, batch, strict=True):
+        expected = stock_features(stock(tiny_onevision), prompt)
+        torch.testing.assert_close(features, expected, atol=2e-5, rtol=0)
+
+
+def test_crops_that_differ_in_one_bit_are_two() -> None:
+    one = torch.zeros(3, 4, 4)
+    other, again = one.clone(), one.clone()
+    other[2, 3, 3] = -0.0
+    kept, places = caption.distinct([one, other, again])
+    assert places == [0, 1, 0]
+    assert torch.equal(kept.view(torch.int32), torch.stack([one, other]).view(torch.int32))
 
 
 def test_a_batch_gives_what_each_prompt_gives(

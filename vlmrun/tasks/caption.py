@@ -1,5 +1,6 @@
 """Pictures to the features a decoder sees (Liu et al. 2023, arXiv:2304.08485)."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,8 +31,9 @@ def encode_pictures(
     model: CachedModelWithPartialLoad, architecture: Architecture, batch: Sequence[Pictures]
 ) -> list[Tensor]:
     """Encode a batch's pictures in one crossing of the tower: for each of `batch` the features
-    [T, D] of its pictures one after the other, in the compute dtype."""
-    pixels = torch.cat([pictures.pixel_values for pictures in batch])
+    [T, D] of its pictures one after the other, in the compute dtype. Crops of the same pixels
+    pass the tower and the projector once."""
+    pixels, places = distinct([crop for pictures in batch for crop in pictures.pixel_values])
     tower, first = architecture.vision, int(architecture.first_dropped)
     assert tower is not None
     with model.use("vision") as module:
@@ -43,7 +45,7 @@ def encode_pictures(
             with model.bound("vision.norm") as norm:
                 seen = [norm(states) for states in seen]
         with model.bound("projector") as project:
-            features = torch.cat([project(states) for states in seen])  # [C, N, D]
+            features = torch.cat([project(states) for states in seen])[places]  # [C, N, D]
             counts = [count for pictures in batch for count in pictures.crops]
             packed = pack(
                 module.get_submodule("model"),
@@ -58,6 +60,21 @@ def encode_pictures(
         found.append(torch.cat(own))
         at += len(own)
     return found
+
+
+def distinct(crops: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """The crops [C, ...] that differ, in order, and for every crop given which of them it is. A
+    square picture's base view and its only tile are the same pixels, bit for bit."""
+    numbers: dict[bytes, int] = {}
+    kept: list[Tensor] = []
+    places = []
+    for crop in crops:
+        key = hashlib.sha256(crop.contiguous().numpy().data).digest()
+        if key not in numbers:
+            numbers[key] = len(kept)
+            kept.append(crop)
+        places.append(numbers[key])
+    return torch.stack(kept), places
 
 
 def pack(
