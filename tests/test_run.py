@@ -1,5 +1,6 @@
-"""What a refusal of a job says."""
+"""What a refusal of a job says, and how a run begins."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,8 @@ from vlmrun.memory.budget import Budget
 from vlmrun.memory.plan import Plan
 from vlmrun.memory.workload import plan_job
 from vlmrun.models.model import describe_model
-from vlmrun.run import check_budget
+from vlmrun.nn import parallel
+from vlmrun.run import agreed, check_budget, uncollected
 
 MIB = 1 << 20
 
@@ -60,3 +62,30 @@ def test_every_budget_that_is_too_small_is_named() -> None:
     assert error.hint.startswith(f"use --ram {ram} --vram 11MiB or more")
     enough = replace(plan, budget=replace(plan.budget, ram_bytes=64 << 30))
     assert refused(enough).hint.startswith("use --vram 11MiB or more")
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_garbage_is_collected_after_as_it_was_before(collecting: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if collecting else gc.disable)()
+    try:
+        with pytest.raises(OutOfBudget), uncollected():
+            check_budget(planned("9MiB" if not gc.isenabled() else "9GiB"))
+        assert gc.isenabled() == collecting
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+@pytest.mark.parametrize(
+    ("room", "batch", "reason"), [(9, 3, "all rows"), (2, 2, "another process")]
+)
+def test_processes_agree_on_a_batch_that_all_have_room_for(
+    room: int, batch: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "least_number", lambda own: min(own, room))
+    placing = Placing(model="demo", ram="9GiB", device="cpu")
+    job = Job(task="caption", placing=placing, images=("a", "b", "c"))
+    model = describe_model("demo")
+    plan = agreed(plan_job(model, job, []), model, job, [])
+    assert plan.workload.batch_size == batch
+    assert plan.workload.batch_reason.startswith(reason)

@@ -14,6 +14,7 @@ from tiny import build_onevision, build_siglip
 from tiny_paligemma import build_paligemma
 
 from vlmrun.cli import processes
+from vlmrun.errors import OutOfBudget, ProcessLost
 
 WORKER = Path(__file__).parent / "parallel_worker.py"
 PICTURES = sorted((Path(__file__).parents[1] / "vlmrun/data/pictures").glob("*.png"))[:3]
@@ -58,7 +59,7 @@ def output(folder: Path, name: str, line: Sequence[str]) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory, commands: dict[str, list[str]]) -> Path:
-    """What two processes wrote, and their exit codes, `codes.RANK`."""
+    """What two processes wrote, and in `codes.RANK` what else came of it."""
     folder = tmp_path_factory.mktemp("shared")
     lines = [
         [*line, "--tp", "-o", str(output(folder, name, line))] for name, line in commands.items()
@@ -77,6 +78,11 @@ def shared(tmp_path_factory: pytest.TempPathFactory, commands: dict[str, list[st
     assert done.returncode == 0, done.stderr
     (folder / "told").write_text(done.stderr)
     return folder
+
+
+def found_by(folder: Path, rank: int) -> dict[str, object]:
+    found: dict[str, object] = json.loads((folder / f"codes.{rank}").read_text())
+    return found
 
 
 def single(vlmrun: Command, folder: Path, name: str, line: list[str]) -> Path:
@@ -129,7 +135,18 @@ def test_only_the_first_process_talks(shared: Path, commands: dict[str, list[str
     assert told.count("broken.png") == 1
     for rank, code in enumerate((3, 0)):
         expected = [code if name == "a broken picture" else 0 for name in commands]
-        assert json.loads((shared / f"codes.{rank}").read_text()) == [*expected, 1]
+        assert found_by(shared, rank)["codes"] == expected
+
+
+def test_a_process_that_has_ended_is_no_fault_of_the_others(shared: Path) -> None:
+    assert str(found_by(shared, 0)["lost"]).startswith("ProcessLost: lost another process of --tp")
+
+
+def test_processes_agree_on_the_least_and_on_what_they_read(shared: Path) -> None:
+    for rank in (0, 1):
+        found = found_by(shared, rank)
+        assert found["least"] == 6
+        assert str(found["differ"]).startswith("ImageError: the processes of --tp read different")
 
 
 @pytest.mark.parametrize(
@@ -178,3 +195,15 @@ def test_another_process_leaves_the_telling_to_the_first(
     assert waited == [processes.PATIENCE]
     assert done.code == 2
     assert done.err.startswith("vlmrun: error: process 1: ")
+
+
+def test_the_first_process_leaves_the_telling_to_one_that_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(processes.time, "sleep", waited.append)
+    monkeypatch.setenv("RANK", "0")
+    assert processes.let_others_tell(["embed", "--tp"], OutOfBudget("too little")) == ""
+    assert waited == []
+    assert processes.let_others_tell(["embed", "--tp"], ProcessLost("it")) == ""
+    assert waited == [2 * processes.PATIENCE]

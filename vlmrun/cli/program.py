@@ -19,9 +19,17 @@ from vlmrun.cli.models import models
 from vlmrun.cli.processes import let_others_tell
 from vlmrun.cli.screen import say
 from vlmrun.cli.signals import Interrupted
-from vlmrun.errors import VlmrunError
+from vlmrun.errors import UsageError, VlmrunError
 from vlmrun.files.output import errors_named
 
+# what a value should be, by pydantic's name of the error
+WANTED = {
+    "greater_than_equal": "{ge:.20g} or more",
+    "less_than_equal": "{le} or less",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a number of a length that can be read",
+    "float_parsing": "a number",
+}
 COMPLETION = "_VLMRUN_COMPLETE"  # set by the shell that asks for completions
 
 
@@ -90,9 +98,8 @@ def parse(arguments: list[str]) -> Command | int:
         context = getattr(error, "ctx", None)
         name = "vlmrun" if context is None else context.command_path
         lists = "commands" if context is None or context.parent is None else "flags"
-        words = explained(error).replace("Value error, ", "").rstrip(".")
-        words = words.replace(": Input should be", ": should be").partition(", unable to parse")[0]
-        return tell(words, f"{name} --help lists the {lists}", 2, 0)
+        wrong = UsageError(explained(error).rstrip("."), f"{name} --help lists the {lists}")
+        return tell(wrong.message, wrong.hint, wrong.exit_code, 0)
     except SystemExit as error:  # shell completion, or the reader of the help text is gone
         gone = isinstance(error.__context__, BrokenPipeError)
         return 0 if gone else int(error.code or 0)
@@ -101,7 +108,15 @@ def parse(arguments: list[str]) -> Command | int:
 
 
 def explained(error: Any) -> str:
-    """What typer says of a command line; the start of a flag is taken for that flag."""
+    """What typer says of a command line; the start of a flag is taken for that flag, and of a
+    flag's value it is said in the words of our own checks."""
+    if hasattr(error.__cause__, "errors"):  # pydantic's
+        (found, *_) = error.__cause__.errors()
+        flag, value, bounds = max(error.param.opts, key=len), found["input"], found.get("ctx", {})
+        wanted = WANTED.get(found["type"])
+        if wanted is None:
+            return f"{flag}: {bounds.get('error', found['msg'])}"
+        return f"{flag} {value}: not {wanted.format(**bounds)}"
     if hasattr(error, "possibilities"):
         known = [name for param in error.ctx.command.params for name in param.opts]
         begun = [name for name in known if name.startswith(error.option_name)]

@@ -81,7 +81,7 @@ def run_inputs(
         stdin_image=next((i.data for i in inputs.images if i.data is not None), None),
     )
     screen = Screen(talk, results_shown=shown_on_terminal(flags), silent=silent)
-    with Signals(quiet=talk.quiet) as signals:
+    with Signals(quiet=talk.quiet or silent) as signals:
         writer: Writer = LineWriter(StreamSink(io.BytesIO()), lambda row: None)
         if not silent:
             writer = open_output(

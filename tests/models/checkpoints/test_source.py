@@ -254,6 +254,20 @@ class TestLocal:
         with says(SourceError, f"{shard} is one of several shards", hint="give the folder"):
             resolve_source(str(shard))
 
+    def test_a_name_that_is_not_there_is_told_those_beside_it(self) -> None:
+        for name in ("siglip-tiny", "other"):
+            Path("models", name).mkdir(parents=True)
+        Path("models/tower.safetensors").touch()
+        Path("models/tower.txt").touch()
+        for spec, hint in {
+            "models/siglip-tinny/": "beside it lies siglip-tiny",
+            "models/towr.safetensors": "beside it lies tower.safetensors",
+            "models/x.safetensors": "beside it lies tower.safetensors",
+            "./nothing/x": "a model is a folder",
+        }.items():
+            with says(SourceError, "no such f", hint=hint):
+                resolve_source(spec)
+
     @pytest.mark.parametrize(
         "spec", ["./siglip", "../x", "/nowhere/x", "~/x", "a/b/c", "a\\b", "x.safetensors", "a/--b"]
     )

@@ -185,14 +185,30 @@ def _file_source(spec: str, path: Path, revision: str | None) -> Source:
 def _unknown(spec: str) -> SourceError:
     if "/" in spec or "\\" in spec or spec.startswith(("~", ".")) or spec.endswith(".safetensors"):
         what = "file" if spec.endswith(".safetensors") else "folder"
+        near = _beside(spec)
         return SourceError(
             f"no such {what}: {spec}",
-            "a model is a folder or .safetensors file that exists, a short name, or owner/name "
-            "on the hub",
+            f"beside it {'lies' if len(near) == 1 else 'lie'} {', '.join(near)}"
+            if near
+            else "a model is a folder or .safetensors file that exists, a short name, or "
+            "owner/name on the hub",
         )
-    near = ", ".join(nearest(spec, (*ALIASES, *DEMOS)) or FAMILIAR)
+    known = ", ".join(nearest(spec, (*ALIASES, *DEMOS)) or FAMILIAR)
     return SourceError(
         f"unknown model {spec!r}",
-        f"`vlmrun models` lists the short names, as {near}; else a folder, a .safetensors file, "
+        f"`vlmrun models` lists the short names, as {known}; else a folder, a .safetensors file, "
         "or owner/name on the hub",
     )
+
+
+def _beside(spec: str) -> list[str]:
+    """What lies where a file or folder does not, of its kind and with a name like its own; of
+    weight files the first few, whatever their names."""
+    path = Path(os.path.expanduser(spec))
+    weights = spec.endswith(".safetensors")
+    try:
+        found = [each for each in path.parent.iterdir() if each.is_dir() != weights]
+    except (OSError, ValueError):  # ValueError: no name that a file can have
+        return []
+    names = sorted(each.name for each in found if not weights or each.suffix == path.suffix)
+    return nearest(path.name, names) or (names[:3] if weights else [])
