@@ -140,6 +140,7 @@ def test_generation_settings_that_are_not_followed_are_told(
         max_time=0,
         force_words_ids=[[5]],
         constraints=[],
+        prefill_chunk_size=3,
         guidance_scale=1.0,
     )
     folder = copied(tiny_onevision, tmp_path / "m", change)
@@ -147,5 +148,6 @@ def test_generation_settings_that_are_not_followed_are_told(
     told = vlmrun("caption", "-m", folder, tmp_path / "p.png", "--max-new-tokens", "2")
     assert told.code == 0
     assert (
-        "generation_config.json sets num_beams, force_words_ids, max_time: not followed" in told.err
+        "generation_config.json sets num_beams, force_words_ids, prefill_chunk_size, max_time: "
+        "not followed" in told.err
     )

@@ -154,6 +154,14 @@ def test_a_setting_that_cannot_be(
         Chat(model)
 
 
+def test_repeats_longer_than_the_prompt_cost_nothing(
+    ready: Ready, batch: list[Prompted], stock: Any
+) -> None:
+    """Of 10^12 tokens: stock would list as many parts of the prompt, and fill any memory."""
+    expected = [stock_tokens(stock, prompt) for prompt in batch]
+    assert our_tokens(ready, batch, encoder_no_repeat_ngram_size=10**12) == expected
+
+
 def test_a_setting_that_fails_later(ready: Ready, batch: list[Prompted]) -> None:
     """It is the checkpoint's fault still."""
     with pytest.raises(CheckpointError, match="settings of generation: unsupported operand"):

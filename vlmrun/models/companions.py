@@ -29,6 +29,7 @@ UNFOLLOWED: Mapping[str, tuple[object, ...]] = {
     "constraints": (None, []),
     "force_words_ids": (None, []),
     "token_healing": (None, False),
+    "prefill_chunk_size": (None,),  # PaliGemma's prefix is seen whole
     "watermarking_config": (None,),
     "stop_strings": (None, [], ""),
     "max_time": (None,),

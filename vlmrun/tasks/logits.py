@@ -45,6 +45,9 @@ def make_processors(
     own.do_sample, own.num_beams = generation.temperature > 0, 1
     for name in ("temperature", "top_k", "top_p"):
         setattr(own, name, getattr(generation, name))
+    longest = own.encoder_no_repeat_ngram_size
+    if isinstance(longest, int) and longest > length:  # in no prompt; stock lists so many parts
+        own.encoder_no_repeat_ngram_size = None
     own.guidance_scale = own.watermarking_config = None  # need the model; told by a note
     own._eos_token_tensor = torch.tensor(sorted(stop_ids))
     made: LogitsProcessorList = Stock()._get_logits_processor(
