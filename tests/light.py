@@ -9,6 +9,7 @@ from typing import Any
 from vlmrun.errors import VlmrunError
 from vlmrun.memory.budget import Budget
 from vlmrun.memory.plan import Storage
+from vlmrun.memory.threads import Threads
 from vlmrun.models.checkpoints.checkpoint import ITEMSIZES
 from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.models.checkpoints.source import ALIASES, Source
@@ -63,7 +64,7 @@ HUB_ONEVISION = {  # start of a module path -> start of its name in llava-hf's f
     "model.vision_tower.": "vision_tower.vision_model.",
     "model.": "",
 }
-ROOMY = Budget(1 << 40, "for a test", 1 << 40, "for a test")
+ROOMY = Budget(1 << 40, "for a test", 1 << 40, "for a test", Threads(2, "for a test"))
 
 
 def changed(config: Mapping[str, Any], section: str, **values: Any) -> dict[str, Any]:

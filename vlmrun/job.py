@@ -28,7 +28,10 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placing:
-    """Where a model comes from, how it is stored, and the memory it may take."""
+    """Where a model comes from, how it is stored, and the memory and threads it may take.
+
+    processes: those of one job (`tp`) that share this machine.
+    """
 
     model: str
     revision: str | None = None
@@ -41,7 +44,9 @@ class Placing:
     resident: str | None = None
     batch_size: int | None = None
     attention: Backend = "auto"
+    threads: int | None = None
     tp: bool = False
+    processes: int = 1
     allow_untested: bool = False
 
 

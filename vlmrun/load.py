@@ -40,6 +40,7 @@ def load(model: Model, plan: Plan) -> CachedModelWithPartialLoad:
         UnsupportedModel: a layer of the module has no class that casts on the fly.
         UsageError: the attention that was asked for does not work here.
     """
+    torch.set_num_threads(plan.budget.threads.count)  # before anything is computed
     plan = settle_products(settle_attention(model, plan))
     with WeightReader() as reader:
         check_ties(model, reader)

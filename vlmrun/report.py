@@ -170,6 +170,7 @@ def decisions(plan: Plan) -> list[tuple[str, str]]:
         ("weights", f"{storage.dtype} ({storage.dtype_reason})"),
         ("arithmetic", f"{storage.compute_dtype} ({storage.compute_reason})"),
         ("device", f"{storage.device} ({storage.device_reason})"),
+        ("threads", f"{plan.budget.threads.count} ({plan.budget.threads.reason})"),
         ("products", str(storage.products)),
         *((f"{TOWERS[p]} attention", f"{a.backend} ({a.reason})") for p, a in attention.items()),
         ("batch", f"{plan.workload.batch_size} ({plan.workload.batch_reason})"),

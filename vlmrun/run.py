@@ -21,6 +21,7 @@ from vlmrun.job import Job
 from vlmrun.memory.budget import format_bytes
 from vlmrun.memory.measure import PeakMemory
 from vlmrun.memory.plan import Plan
+from vlmrun.memory.threads import let_waiting_threads_sleep
 from vlmrun.memory.working import DECODED_PIXEL_BYTES
 from vlmrun.memory.workload import Size, check_shapes, flags_that_fit, own_placing, plan_job
 from vlmrun.models.checkpoints.source import Source
@@ -83,6 +84,7 @@ def run(
         progress=progress,
         untested=placing.allow_untested,
     )
+    let_waiting_threads_sleep()
     with ExitStack() as stack:
         peak = stack.enter_context(PeakMemory()) if measure else None
         with uncollected():

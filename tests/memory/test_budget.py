@@ -8,19 +8,24 @@ import pytest
 from light import words
 
 from vlmrun.errors import UsageError
+from vlmrun.job import Placing
 from vlmrun.memory.budget import (
-    cgroup_free,
+    Gpu,
+    Limit,
+    budget_of,
     cpu_features,
     find_device,
     format_bytes,
     free_device_bytes,
     free_ram,
+    memory_limits,
     parse_bytes,
     process_memory,
     query_driver,
     read_budget,
     size_flag,
 )
+from vlmrun.memory.threads import Threads
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -110,16 +115,16 @@ def test_words_read_back_as_nearly_the_same_size() -> None:
         assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.05, abs=0.5)
 
 
+LIMIT = {1: "memory.limit_in_bytes", 2: "memory.max"}
+USED = {1: "memory.usage_in_bytes", 2: "memory.current"}
+
+
 def write_group(
     folder: Path, version: int, limit: object, used: int, *, inactive: int | None = 0
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    names = {
-        1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        2: ("memory.max", "memory.current"),
-    }
-    (folder / names[version][0]).write_text(f"{limit}\n")
-    (folder / names[version][1]).write_text(f"{used}\n")
+    (folder / LIMIT[version]).write_text(f"{limit}\n")
+    (folder / USED[version]).write_text(f"{used}\n")
     if inactive is not None:
         lines = ["anon 12345", f"inactive_file {inactive}", "active_file 999"]
         if version == 1:  # of the group alone, then of all below it
@@ -141,6 +146,10 @@ def tree(tmp_path: Path, version: int) -> tuple[Path, Path, Path]:
     return mount, root, membership(tmp_path, "4:cpu,cpuacct:/elsewhere", line)
 
 
+def free_bytes(mount: Path, member: Path) -> list[int]:
+    return [limit.free_bytes for limit in memory_limits(mount, member)]
+
+
 NO_LIMIT = {1: 9223372036854771712, 2: "max"}
 
 
@@ -149,11 +158,14 @@ def test_limits_of_every_level_count(version: int, tmp_path: Path) -> None:
     mount, root, member = tree(tmp_path, version)
     write_group(root / "outer" / "inner", version, 500, 100)
     write_group(root / "outer", version, 450, 200)
-    assert list(cgroup_free(mount, member)) == [400, 250]
+    assert list(memory_limits(mount, member)) == [
+        Limit(root / "outer" / "inner" / LIMIT[version], 500, 400),
+        Limit(root / "outer" / LIMIT[version], 450, 250),
+    ]
     write_group(root / "outer" / "inner", version, NO_LIMIT[version], 100)
-    assert list(cgroup_free(mount, member)) == [250]
+    assert free_bytes(mount, member) == [250]
     write_group(root / "outer", version, NO_LIMIT[version], 200)
-    assert list(cgroup_free(mount, member)) == []
+    assert free_bytes(mount, member) == []
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -161,34 +173,34 @@ def test_inactive_file_pages_count_as_left(version: int, tmp_path: Path) -> None
     mount, root, member = tree(tmp_path, version)
     group = root / "outer" / "inner"
     write_group(group, version, 1000, 900, inactive=300)
-    assert list(cgroup_free(mount, member)) == [400]
+    assert free_bytes(mount, member) == [400]
     write_group(group, version, 1000, 200, inactive=300)  # read a moment later than the rest
-    assert list(cgroup_free(mount, member)) == [1000]
+    assert free_bytes(mount, member) == [1000]
     write_group(group, version, 1000, 1200, inactive=0)
-    assert list(cgroup_free(mount, member)) == [0]
+    assert free_bytes(mount, member) == [0]
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_files_that_are_missing(version: int, tmp_path: Path) -> None:
     mount, root, member = tree(tmp_path, version)
-    assert list(cgroup_free(mount, member)) == []
+    assert free_bytes(mount, member) == []
     group = root / "outer" / "inner"
     write_group(group, version, 1000, 900, inactive=None)
-    assert list(cgroup_free(mount, member)) == [100]  # a limit holds without statistics, too
+    assert free_bytes(mount, member) == [100]  # a limit holds without statistics, too
     for file in group.iterdir():
         if "limit" not in file.name and "max" not in file.name:
             file.unlink()
-    assert list(cgroup_free(mount, member)) == [1000]
-    assert list(cgroup_free(mount, tmp_path / "nowhere")) == []
+    assert free_bytes(mount, member) == [1000]
+    assert free_bytes(mount, tmp_path / "nowhere") == []
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_container_sees_its_own_group_as_the_root(version: int, tmp_path: Path) -> None:
     mount, root, member = tree(tmp_path, version)
     write_group(root, version, 800, 300)
-    assert list(cgroup_free(mount, member)) == [500]
+    assert free_bytes(mount, member) == [500]
     line = "0::/" if version == 2 else "9:memory:/"
-    assert list(cgroup_free(mount, membership(tmp_path, line))) == [500]
+    assert free_bytes(mount, membership(tmp_path, line)) == [500]
 
 
 def test_mixed_hierarchies_and_nothing_above_the_mount(tmp_path: Path) -> None:
@@ -197,7 +209,7 @@ def test_mixed_hierarchies_and_nothing_above_the_mount(tmp_path: Path) -> None:
     write_group(mount / "memory" / "job", 1, 700, 200)
     write_group(mount / "unified", 2, 1, 0)
     member = membership(tmp_path, "5:memory:/job", "3:cpuset:/job", "0::/user.slice")
-    assert list(cgroup_free(mount, member)) == [500]
+    assert free_bytes(mount, member) == [500]
 
 
 def test_free_memory_is_some_of_the_machines() -> None:
@@ -222,6 +234,11 @@ def test_a_budget_for_the_cpu() -> None:
     assert share.ram_reason.startswith("25% of ")
 
 
+def test_a_budget_counts_threads_too() -> None:
+    found = budget_of(Placing(model="demo", ram="3GiB", threads=1), device="cpu")
+    assert (found.ram_bytes, found.threads) == (3 * GIB, Threads(1, "asked for"))
+
+
 def test_a_budget_that_is_more_than_there_is() -> None:
     given = read_budget("900000GiB", None, device="cpu")
     assert given.ram_bytes == 900_000 * GIB
@@ -242,12 +259,19 @@ def test_vram_is_no_budget_of_a_cpu() -> None:
     assert words(caught.value)
 
 
+SHOWN = "GPU-1a2b-x, 80000, 81559, A GPU", "GPU-9c8d-y, 1000, 81559, Another, by name"
+FIRST, SECOND = (
+    Gpu("A GPU", 80000 * MIB, 81559 * MIB),
+    Gpu("Another, by name", 1000 * MIB, 81559 * MIB),
+)
+
+
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A program in nvidia-smi's place that shows two GPUs; a CUDA build of torch."""
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
-    answer(program, "GPU-1a2b-x, 80000, 81559", "GPU-9c8d-y, 1000, 81559")
+    answer(program, *SHOWN)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     install_torch(tmp_path / "cuda", "2.13.0+cu130", monkeypatch)
@@ -264,13 +288,10 @@ def install_torch(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -
 
 def answer(program: Path, *lines: str, status: int = 0) -> None:
     """Answer the query that is asked, and no other."""
-    asked = "--query-gpu=uuid,memory.free,memory.total --format=csv,noheader,nounits"
+    asked = "--query-gpu=uuid,memory.free,memory.total,name --format=csv,noheader,nounits"
     shown = "\n".join(f"echo '{line}'" for line in lines)
     program.write_text(f'#!/bin/sh\n[ "$*" = "{asked}" ] || exit 9\n{shown}\nexit {status}\n')
     program.chmod(0o755)
-
-
-FIRST, SECOND = (80000 * MIB, 81559 * MIB), (1000 * MIB, 81559 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +315,7 @@ FIRST, SECOND = (80000 * MIB, 81559 * MIB), (1000 * MIB, 81559 * MIB)
 )
 def test_the_driver_is_asked_for_the_gpus_that_may_be_used(
     visible: str | None,
-    gpus: list[tuple[int, int]],
+    gpus: list[Gpu],
     driver: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -303,13 +324,13 @@ def test_the_driver_is_asked_for_the_gpus_that_may_be_used(
     assert query_driver() == gpus
     if gpus:
         assert find_device("auto") == ("cuda:0", "the first GPU the driver shows")
-        assert free_device_bytes("cuda:0") == gpus[0][0]
+        assert free_device_bytes("cuda:0") == gpus[0].free_bytes
     else:
         assert find_device("auto") == ("cpu", "the driver shows no GPU")
 
 
 @pytest.mark.parametrize(
-    "lines", [("No devices were found",), ("GPU-1, [N/A], [N/A]",), ("GPU-1, 10",), ()]
+    "lines", [("No devices were found",), ("GPU-1, [N/A], [N/A], A GPU",), ("GPU-1, 10",), ()]
 )
 def test_an_answer_without_gpus(lines: tuple[str, ...], driver: Path) -> None:
     answer(driver, *lines)
@@ -317,7 +338,7 @@ def test_an_answer_without_gpus(lines: tuple[str, ...], driver: Path) -> None:
 
 
 def test_a_driver_that_fails(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer(driver, "GPU-1a2b-x, 80000, 81559", status=9)
+    answer(driver, SHOWN[0], status=9)
     assert query_driver() == []
     driver.write_bytes(b"\x7fELF, not really")
     assert query_driver() == []

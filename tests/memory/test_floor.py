@@ -7,6 +7,7 @@ import pytest
 from vlmrun.job import Generation, Job, Placing
 from vlmrun.memory.floor import Rates, assumed_rates, floor
 from vlmrun.memory.plan import Plan
+from vlmrun.memory.threads import Threads
 from vlmrun.memory.workload import plan_job
 from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.models.model import Model, describe_model
@@ -19,6 +20,10 @@ def planned(spec: str, **changes: str | int) -> tuple[Plan, Model]:
     placing = Placing(model=spec, **{"ram": "64GiB", "compute_dtype": "float32", **changes})
     job = Job(task=model.family.task, placing=placing, generation=Generation(max_new_tokens=11))
     return plan_job(model, job, []), model
+
+
+def with_threads(plan: Plan, count: int) -> Plan:
+    return replace(plan, budget=replace(plan.budget, threads=Threads(count, "for a test")))
 
 
 def rates(**given: int) -> Rates:
@@ -88,10 +93,12 @@ def test_the_link_counts_on_a_gpu_only() -> None:
 
 def test_rates_name_what_they_assume() -> None:
     plan, _ = planned("siglip")
-    whole = assumed_rates(plan, cores=4)
+    whole = assumed_rates(with_threads(plan, 4))
     assert whole.flop == 4 * 50_000_000_000
     assert whole.reason == "disk 0.8 GB/s, memory 20 GB/s, 50 GFLOP/s on each of 4 cores"
     native = replace(plan, storage=replace(plan.storage, compute_dtype=Dtype.bfloat16))
-    assert assumed_rates(native, cores=1).flop == 100_000_000_000
+    one = assumed_rates(with_threads(native, 1))
+    assert one.flop == 100_000_000_000
+    assert one.reason.endswith("100 GFLOP/s on each of 1 core")
     on_gpu = replace(plan, storage=replace(plan.storage, device="cuda:0"))
     assert "link 12 GB/s" in assumed_rates(on_gpu).reason

@@ -13,6 +13,7 @@ from vlmrun.errors import UsageError
 from vlmrun.files.images import DecodeOptions, parse_background
 from vlmrun.job import Backend, Placing
 from vlmrun.memory.budget import find_device, parse_bytes
+from vlmrun.memory.threads import choose_threads
 from vlmrun.models.checkpoints.dtype import parse_dtype
 from vlmrun.models.family import Task
 
@@ -94,6 +95,18 @@ class EmbedModelFlags(ModelFlags):
     )
 
 
+NamedDevice = Annotated[str, of_memory(metavar="NAME", help="auto, cpu, cuda or cuda:N.")]
+CountedThreads = Annotated[
+    int | None,
+    of_memory(
+        min=1,
+        metavar="N",
+        help="CPU threads to compute with.",
+        show_default="$OMP_NUM_THREADS, else what affinity and cgroups allow",
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryFlags:
     dtype: Annotated[
@@ -108,7 +121,7 @@ class MemoryFlags:
     compute_dtype: Annotated[
         str, of_memory(metavar="NAME", help="What arithmetic runs in; -v says why.")
     ] = "auto"
-    device: Annotated[str, of_memory(metavar="NAME", help="auto, cpu, cuda or cuda:N.")] = "auto"
+    device: NamedDevice = "auto"
     ram: Annotated[
         str | None,
         of_memory(
@@ -134,6 +147,7 @@ class MemoryFlags:
             show_default="what the budget allows",
         ),
     ] = None
+    threads: CountedThreads = None
     attention: Annotated[
         Backend,
         of_memory(metavar="NAME", help=f"{', '.join(get_args(Backend))}; -v says why."),
@@ -231,6 +245,7 @@ def placing(
         UsageError: a flag or variable is no dtype, size, device or number.
     """
     device, _ = find_device(memory.device)
+    choose_threads(memory.threads)
     vram_variable = "VLMRUN_VRAM" if device != "cpu" else None
     return Placing(
         model=spec,
@@ -244,6 +259,7 @@ def placing(
         resident=chosen("--resident", memory.resident, parse_size),
         batch_size=parse_batch_size(memory.batch_size),
         attention=memory.attention,
+        threads=memory.threads,
         tp=tp,
         allow_untested=allow_untested,
     )

@@ -13,6 +13,7 @@ import typer
 from vlmrun import __version__
 from vlmrun.cli.caption import caption
 from vlmrun.cli.command import Command
+from vlmrun.cli.doctor import doctor
 from vlmrun.cli.embed import embed
 from vlmrun.cli.mem_plan import mem_plan
 from vlmrun.cli.models import models
@@ -132,10 +133,10 @@ def make_parser() -> Any:
     app.command()(embed)
     app.command(name="mem-plan")(mem_plan)
     app.command()(models)
+    app.command()(doctor)
     parser = typer.main.get_command(app)
     hide_types(parser)
     return parser
-
 
 def hide_types(parser: Any) -> None:
     """Leave Python's names of types out of the help: INPUT and the bare flags need none."""

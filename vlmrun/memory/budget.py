@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlmrun.errors import UsageError
+from vlmrun.job import Placing
+from vlmrun.memory.cgroups import MEMBERSHIP, MOUNT, find_number, groups_above
+from vlmrun.memory.threads import UNDECIDED, Threads, choose_threads
 
 SHARE = 0.8  # of what is free; the rest stays for everything else on the machine
 UNITS = {
@@ -26,12 +29,31 @@ NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes a number near 2^63 for "none"
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes a job may use on each tier, and where each figure comes from."""
+    """What a job may use: bytes on each tier and CPU threads, and where each figure comes from."""
 
     ram_bytes: int
     ram_reason: str
     vram_bytes: int = 0
     vram_reason: str = "no accelerator"
+    threads: Threads = UNDECIDED
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A cgroup's limit: the file that says so, its bytes, and how many of them are left."""
+
+    file: Path
+    limit_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as its driver shows it."""
+
+    name: str
+    free_bytes: int
+    total_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +102,22 @@ def size_flag(nbytes: int) -> str:
     return f"{-(-nbytes // UNITS['M'])}MiB"
 
 
-def read_budget(ram: str | None, vram: str | None, *, device: str) -> Budget:
+def budget_of(placing: Placing, *, device: str) -> Budget:
+    """What a job may use of this machine; `device` as below.
+
+    Raises:
+        UsageError: as below, or more threads are asked for than there are CPUs.
+    """
+    threads = choose_threads(placing.threads, processes=placing.processes)
+    return read_budget(placing.ram, placing.vram, device=device, threads=threads)
+
+
+def read_budget(
+    ram: str | None, vram: str | None, *, device: str, threads: Threads = UNDECIDED
+) -> Budget:
     """Budgets from flags, else a share of what is free.
 
-    `device` is `cpu` or `cuda:N`, already resolved.
+    `device` is `cpu` or `cuda:N`, already resolved, and so is `threads`.
 
     Raises:
         UsageError: a flag is no size, or `--vram` is given without an accelerator.
@@ -96,12 +130,14 @@ def read_budget(ram: str | None, vram: str | None, *, device: str) -> Budget:
     if device == "cpu":
         if vram is not None:
             raise UsageError("--vram is given, but the job runs on the CPU", "drop it")
-        return Budget(ram_bytes, ram_reason)
+        return Budget(ram_bytes, ram_reason, threads=threads)
     free_vram = free_device_bytes(device)
     if vram is None:
-        share = f"{SHARE:.0%} of {format_bytes(free_vram)} free on {device}"
-        return Budget(ram_bytes, ram_reason, int(SHARE * free_vram), share)
-    return Budget(ram_bytes, ram_reason, *given(vram, free_vram, f"free on {device}"))
+        vram_bytes = int(SHARE * free_vram)
+        vram_reason = f"{SHARE:.0%} of {format_bytes(free_vram)} free on {device}"
+    else:
+        vram_bytes, vram_reason = given(vram, free_vram, f"free on {device}")
+    return Budget(ram_bytes, ram_reason, vram_bytes, vram_reason, threads)
 
 
 def given(flag: str, free: int, source: str) -> tuple[int, str]:
@@ -121,54 +157,34 @@ def free_ram() -> tuple[int, str]:
     held = psutil.Process().memory_info()
     own = held.rss - getattr(held, "shared", 0)  # file pages count as available already
     bound, reason = psutil.virtual_memory().available + own, "available on this machine"
-    for free in cgroup_free(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")):
-        if free + own < bound:
-            bound, reason = free + own, "left under the cgroup's limit"
+    for limit in memory_limits():
+        if limit.free_bytes + own < bound:
+            bound, reason = limit.free_bytes + own, "left under the cgroup's limit"
     return bound, reason
 
 
-def cgroup_free(mount: Path, membership: Path) -> Iterator[int]:
-    """Bytes left under every memory limit above this process, cgroup v1 and v2 alike.
+def memory_limits(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> Iterator[Limit]:
+    """Every memory limit above this process, cgroup v1 and v2 alike.
 
     Memory the kernel can take back at once (inactive file pages) counts as left.
     """
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, limit, used = mount, "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            base, limit, used = mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        group = base / path.lstrip("/")
-        for level in (group, *(p for p in group.parents if p.is_relative_to(base))):
-            free = level_free(level / limit, level / used, level / "memory.stat")
-            if free is not None:
-                yield free
+    names = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        2: ("memory.max", "memory.current"),
+    }
+    for version, folder in groups_above("memory", mount, membership):
+        limit, used = (folder / name for name in names[version])
+        nbytes = find_number(limit, r"^(\d+)$")  # v2 writes "max" for none
+        if nbytes is not None and nbytes < NO_LIMIT_BYTES:
+            taken = used_bytes(used, folder / "memory.stat")
+            yield Limit(limit, nbytes, max(0, nbytes - taken))
 
 
-def level_free(limit: Path, used: Path, stat: Path) -> int | None:
-    """Bytes left at one level of the hierarchy, None where it sets no limit."""
-    limit_bytes = find_number(limit, r"^(\d+)$")  # v2 writes "max" for none
-    if limit_bytes is None or limit_bytes >= NO_LIMIT_BYTES:
-        return None
+def used_bytes(used: Path, stat: Path) -> int:
+    """Bytes that a group holds and the kernel cannot take back at once."""
     inactive = (r"^total_inactive_file (\d+)$", r"^inactive_file (\d+)$")  # v1 has both
     reclaimable = next((n for n in (find_number(stat, p) for p in inactive) if n is not None), 0)
-    used_bytes = max(0, (find_number(used, r"^(\d+)$") or 0) - reclaimable)
-    return max(0, limit_bytes - used_bytes)
-
-
-def find_number(path: Path, pattern: str) -> int | None:
-    """The number that a kernel file shows, None where it does not."""
-    try:
-        match = re.search(pattern, path.read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(match[1]) if match else None
+    return max(0, (find_number(used, r"^(\d+)$") or 0) - reclaimable)
 
 
 def find_device(requested: str) -> tuple[str, str]:
@@ -208,25 +224,28 @@ def torch_is_cpu_build() -> bool:
     return version("torch").endswith("+cpu")
 
 
-def query_driver() -> list[tuple[int, int]]:
-    """(free, total) bytes of every GPU this process may see, in its order.
+def query_driver() -> list[Gpu]:
+    """Every GPU this process may see, in its order.
 
     CUDA_VISIBLE_DEVICES lists them by index or UUID; CUDA ignores what follows an unknown one.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
-    query = [program, "--query-gpu=uuid,memory.free,memory.total", "--format=csv,noheader,nounits"]
+    shown = "uuid,memory.free,memory.total,name"
+    query = [program, f"--query-gpu={shown}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-        rows = [line.split(", ") for line in answer.stdout.splitlines() if line.strip()]
-        found = {uuid: (int(free) << 20, int(total) << 20) for uuid, free, total in rows}
+        rows = [line.split(", ", 3) for line in answer.stdout.splitlines() if line.strip()]
+        found = {
+            uuid: Gpu(name, int(free) << 20, int(total) << 20) for uuid, free, total, name in rows
+        }
     except (OSError, ValueError, subprocess.SubprocessError):
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return list(found.values())
-    chosen: list[tuple[int, int]] = []
+    chosen: list[Gpu] = []
     for entry in map(str.strip, visible.split(",")):
         named = [u for i, u in enumerate(found) if entry == str(i) or u.startswith(entry or "?")]
         if len(named) != 1:
@@ -236,7 +255,7 @@ def query_driver() -> list[tuple[int, int]]:
 
 
 def free_device_bytes(device: str) -> int:
-    return query_driver()[int(device.rpartition(":")[2])][0]
+    return query_driver()[int(device.rpartition(":")[2])].free_bytes
 
 
 def process_memory(status: Path = Path("/proc/self/status")) -> Memory:

@@ -4,7 +4,6 @@ A pass over the layers of a phase takes as long as the slowest of what it must d
 the streamed layers, move them to the device, read every weight from memory, do the arithmetic.
 """
 
-import os
 from dataclasses import dataclass
 
 from vlmrun.memory.plan import Placement, Plan, Tier
@@ -50,20 +49,20 @@ class Floor:
         return (inputs * self.first_token_s + steps * self.decode_s_per_token) / self.batch_size
 
 
-def assumed_rates(plan: Plan, *, cores: int | None = None) -> Rates:
-    """Rates for the device a plan is for; `cores` = None asks for those this process may use."""
+def assumed_rates(plan: Plan) -> Rates:
+    """Rates for the device a plan is for; on a CPU, of as many cores as the plan has threads."""
     disk = f"disk {DISK_BYTES_PER_S / 1e9:g} GB/s"
     if plan.storage.device != "cpu":
         memory, flop = MEMORY_BYTES_PER_S["cuda"], GPU_FLOP_PER_S
         words = f"GPU memory {memory / 1e9:g} GB/s, {flop / 1e12:g} TFLOP/s"
         reason = f"{disk}, link {LINK_BYTES_PER_S / 1e9:g} GB/s, {words}"
         return Rates(DISK_BYTES_PER_S, LINK_BYTES_PER_S, memory, flop, reason)
-    usable = len(os.sched_getaffinity(0)) if cores is None else cores
+    threads = plan.budget.threads.count
     per_core = CORE_FLOP_PER_S * (1 if plan.storage.compute_dtype is Dtype.float32 else 2)
     memory = MEMORY_BYTES_PER_S["cpu"]
-    noun = "core" if usable == 1 else "cores"
-    words = f"memory {memory / 1e9:g} GB/s, {per_core / 1e9:g} GFLOP/s on each of {usable} {noun}"
-    return Rates(DISK_BYTES_PER_S, LINK_BYTES_PER_S, memory, per_core * usable, f"{disk}, {words}")
+    noun = "core" if threads == 1 else "cores"
+    words = f"memory {memory / 1e9:g} GB/s, {per_core / 1e9:g} GFLOP/s on each of {threads} {noun}"
+    return Rates(DISK_BYTES_PER_S, LINK_BYTES_PER_S, memory, per_core * threads, f"{disk}, {words}")
 
 
 def floor(plan: Plan, model: Model, *, rates: Rates | None = None) -> Floor:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from vlmrun.errors import CheckpointError, UnsupportedModel, UsageError
 from vlmrun.job import Job, Placing
 from vlmrun.memory.attention import choose_attention, one_row_only
-from vlmrun.memory.budget import SHARE, Budget, cpu_features, find_device, read_budget, size_flag
+from vlmrun.memory.budget import SHARE, Budget, budget_of, cpu_features, find_device, size_flag
 from vlmrun.memory.plan import MAX_BATCH, Plan, Storage, make_plan
 from vlmrun.memory.products import choose_products
 from vlmrun.memory.working import Workload
@@ -39,7 +39,7 @@ def plan_job(model: Model, job: Job, sizes: Sequence[Size]) -> Plan:
     check_task(model.family, model.source.name, job.task)
     phases = used_phases(model, job)
     storage = decide_storage(model, job.placing, phases)
-    budget = read_budget(job.placing.ram, job.placing.vram, device=storage.device)
+    budget = budget_of(job.placing, device=storage.device)
     load = describe(model, job, phases, sizes)
     if job.placing.batch_size is not None:
         if job.placing.batch_size > 1 and one_row_only(storage.attention, storage.device):
@@ -68,7 +68,8 @@ def own_placing(placing: Placing, shard: Shard) -> Placing:
     return replace(
         placing,
         device=placing.device if device == "cpu" else f"cuda:{shard.local_rank}",
-        ram=placing.ram or f"{100 * SHARE / shard.local_size:.2f}%",
+        ram=placing.ram or f"{100 * SHARE / shard.local_size:.4g}%",
+        processes=shard.local_size,
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vlmrun.errors import CheckpointError, NotFinite, OutOfBudget, UnsupportedModel, UsageError
 from vlmrun.files.rows import Caption, Failure
 from vlmrun.job import Job, Placing, Prompt
-from vlmrun.memory.budget import Budget, find_device, format_bytes, read_budget, size_flag
+from vlmrun.memory.budget import Budget, budget_of, find_device, format_bytes, size_flag
 from vlmrun.memory.cached_model import CachedModelOnlyFullLoad
 from vlmrun.memory.working import GPU_RUNTIME_BYTES, RUNTIME_BYTES
 from vlmrun.memory.workload import resolve_compute_dtype
@@ -58,7 +58,9 @@ def open_whole(job: Job, source: Source) -> CachedModelOnlyFullLoad:
     dtype = choose_dtype(placing, checkpoint, device)
     numbers = sum(info.nbytes // dtype_size(info.dtype) for info in checkpoint.tensors.values())
     nbytes = numbers * dtype.itemsize
-    check_room(source.name, nbytes, read_budget(placing.ram, placing.vram, device=device), device)
+    budget = budget_of(placing, device=device)
+    check_room(source.name, nbytes, budget, device)
+    torch.set_num_threads(budget.threads.count)
     return CachedModelOnlyFullLoad(
         lambda: load_whole(folder, dtype, device), nbytes=nbytes, device=device
     )
