@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from vlmrun.models.checkpoints.dtype import SAFETENSORS, Dtype, parse_dtype
+from vlmrun.models.checkpoints.dtype import SAFETENSORS, Dtype
 from vlmrun.models.checkpoints.source import ALIASES, DATA, DEMOS
 from vlmrun.models.families import family_of
 from vlmrun.models.layer import Shape
@@ -44,12 +44,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", choices=ALIASES)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the hub's)")
+    stored = [str(dtype) for dtype in SAFETENSORS.values()]
+    parser.add_argument("--dtype", choices=stored, help="default: the hub's")
     parser.add_argument("--layers", type=int, help="at most so many blocks in each tower")
     given = parser.parse_args()
     entry = read_catalogue()[ALIASES[given.model]]
-    dtype = parse_dtype(given.dtype or str(entry["dtype"]))
-    assert dtype is not None
+    dtype = Dtype(given.dtype or entry["dtype"])
     config = cut(json.loads(json.dumps(entry["config"])), given.layers)
     given.folder.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()

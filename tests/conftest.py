@@ -26,6 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     home = tempfile.TemporaryDirectory(prefix="vlmrun-tests-")
     config.add_cleanup(home.cleanup)
     os.environ["HF_HOME"] = home.name
+    os.environ["XDG_CACHE_HOME"] = home.name  # no kernels that were chosen for this machine
     os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nothing answers there
     # Two threads, so that what depends on their number shows. They sleep while they wait: busy
     # ones take three times as long where another program runs beside the tests.

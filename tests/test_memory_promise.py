@@ -121,7 +121,11 @@ def statistics(run: Watched) -> dict[str, dict[str, object]]:
 
 @pytest.mark.parametrize(
     ("dtype", "most"),
-    [("float16", lambda weights: 100 * MiB), ("bfloat16", lambda weights: weights + 30 * MiB)],
+    [
+        ("float16", lambda weights: 100 * MiB),
+        ("bfloat16", lambda weights: weights + 30 * MiB),
+        ("int8", lambda weights: weights + 30 * MiB),
+    ],
 )
 def test_loading_takes_no_detour(checkpoint: Path, dtype: str, most: object) -> None:
     """At the stored dtype weights are mapped; at another they take their own size and at most

@@ -42,9 +42,11 @@ def commands(folders: Mapping[str, Path]) -> dict[str, list[str]]:
         "vectors": [*EMBED, *TEXTS, "-m", folders["siglip"]],
         "vectors, streamed": [*EMBED, *TEXTS, "-m", folders["siglip"], "--resident", "0%"],
         "vectors, halves": [*EMBED, *TEXTS, "-m", folders["siglip"], "--dtype", "bfloat16"],
+        "vectors, int8": [*EMBED, *TEXTS, "-m", folders["siglip"], "--dtype", "int8"],
         "patches": [*EMBED, "-m", folders["siglip"], "--output-kind", "hidden:-2"],
         "onevision": [*CAPTION, "-m", folders["onevision"]],
         "onevision, streamed": [*CAPTION, "-m", folders["onevision"], "--resident", "0%"],
+        "onevision, int8": [*CAPTION, "-m", folders["onevision"], "--dtype", "int8"],
         "onevision, drawn": [*CAPTION, "-m", folders["onevision"], "--temperature", "1"],
         "paligemma": [*CAPTION, "-m", folders["paligemma"]],
         "a broken picture": [*CAPTION, broken, "-m", folders["onevision"]],
@@ -94,7 +96,7 @@ def single(vlmrun: Command, folder: Path, name: str, line: list[str]) -> Path:
 def test_vectors_are_those_of_one_process(
     vlmrun: Command, shared: Path, commands: dict[str, list[str]], tmp_path: Path
 ) -> None:
-    for name in ("vectors", "vectors, streamed", "patches"):
+    for name in ("vectors", "vectors, streamed", "vectors, int8", "patches"):
         line = commands[name]
         found = np.load(output(shared, name, line))
         expected = np.load(single(vlmrun, tmp_path, name, line))
@@ -106,7 +108,7 @@ def test_vectors_are_those_of_one_process(
 
 
 @pytest.mark.parametrize(
-    "name", ["onevision", "onevision, streamed", "onevision, drawn", "paligemma"]
+    "name", ["onevision", "onevision, streamed", "onevision, int8", "onevision, drawn", "paligemma"]
 )
 def test_f19_tokens_are_those_of_one_process(
     vlmrun: Command, shared: Path, commands: dict[str, list[str]], tmp_path: Path, name: str
@@ -195,6 +197,22 @@ def test_another_process_leaves_the_telling_to_the_first(
     assert waited == [processes.PATIENCE]
     assert done.code == 2
     assert done.err.startswith("vlmrun: error: process 1: ")
+
+
+@pytest.mark.parametrize(
+    "line", [["caption", *PICTURES], ["caption", "--fly"], ["caption", "--tp", "--fly"]]
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_misuse_under_torchrun_is_told_once(
+    line: list[object], rank: int, vlmrun: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once by the first process, whose end ends the others while they wait."""
+    waited: list[float] = []
+    monkeypatch.setattr(processes.time, "sleep", waited.append)
+    for name, value in (("RANK", str(rank)), ("WORLD_SIZE", "2"), ("TORCHELASTIC_RUN_ID", "x")):
+        monkeypatch.setenv(name, value)
+    assert vlmrun(*line).code == 2
+    assert waited == [processes.PATIENCE] * rank
 
 
 def test_the_first_process_leaves_the_telling_to_one_that_is_lost(

@@ -1,7 +1,13 @@
 """A run, described in full by plain values: what a flag said, never what was made of it."""
 
-from dataclasses import dataclass, field
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, fields
 from typing import Literal
+
+# what of a job leaves the result of an input as it is, and what of its placing does not
+INPUTS = frozenset({"placing", "images", "stdin_image", "texts", "scores", "one_array"})
+PLACED = ("model", "revision", "dtype", "compute_dtype", "attention")
 
 Backend = Literal["auto", "eager", "sdpa", "sdpa-efficient", "flash_attention_2", "flex_attention"]
 
@@ -83,3 +89,13 @@ class Job:
     dynamic_size: bool = False
     scores: bool = False
     one_array: bool = False
+
+    def fingerprint(self, products: str) -> str:
+        """Sixteen hex digits of what changes the result of an input: the model, its dtypes, what is
+        asked of it, and the table that kernels are chosen by (`Products.table`). Not the inputs,
+        the form of the output, nor the memory and threads that the run may take."""
+        parts = {each.name: getattr(self, each.name) for each in fields(self)}
+        parts = {name: value for name, value in parts.items() if name not in INPUTS}
+        placed = [getattr(self.placing, name) for name in PLACED]
+        said = json.dumps([products, placed, parts], sort_keys=True, default=asdict)
+        return hashlib.sha256(said.encode()).hexdigest()[:16]

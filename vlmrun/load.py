@@ -10,9 +10,11 @@ from torch import nn
 from vlmrun.errors import CheckpointError, UnsupportedModel, UsageError
 from vlmrun.memory.attention import FLASH, TOWERS, Attention, head_dim, hint_of
 from vlmrun.memory.cached_model import CachedModelWithPartialLoad
+from vlmrun.memory.kernels import settle_products
 from vlmrun.memory.plan import Plan, Storage
-from vlmrun.memory.products import Products
 from vlmrun.models.checkpoints.checkpoint import TensorInfo
+from vlmrun.models.checkpoints.dtype import Dtype
+from vlmrun.models.checkpoints.quantising import dequantised, quantise
 from vlmrun.models.checkpoints.reading import WeightReader, torch_dtype
 from vlmrun.models.family import Config, Phase, contradiction
 from vlmrun.models.layer import Weight
@@ -20,7 +22,6 @@ from vlmrun.models.model import Model
 from vlmrun.models.quiet import quiet_transformers
 from vlmrun.nn.backends import is_fused, register_backends, try_backend
 from vlmrun.nn.embedding import CastEmbedding, TokenTable
-from vlmrun.nn.kernels import compile_product, find_product
 from vlmrun.nn.linear import CastLinear, RowBlocks
 from vlmrun.nn.parallel import RowParallelLinear
 from vlmrun.nn.swap import swap_layers
@@ -41,7 +42,7 @@ def load(model: Model, plan: Plan) -> CachedModelWithPartialLoad:
         UsageError: the attention that was asked for does not work here.
     """
     torch.set_num_threads(plan.budget.threads.count)  # before anything is computed
-    plan = settle_products(settle_attention(model, plan))
+    plan = settle_attention(model, plan)
     with WeightReader() as reader:
         check_ties(model, reader)
     reader = WeightReader()
@@ -52,6 +53,7 @@ def load(model: Model, plan: Plan) -> CachedModelWithPartialLoad:
         cut_heads(module, model)
         join_parts(module, model)
         share_heads(module, model)
+    plan = settle_products(module, plan)
     gather_tables(module, model, plan, reader)
     materialise_buffers(module, plan.storage.device)
     return CachedModelWithPartialLoad(module.eval(), model, plan, reader)
@@ -90,18 +92,6 @@ def settled(model: Model, phase: Phase, wanted: Attention, storage: Storage) -> 
     fused = is_fused(head_dim=width, dtype=dtype, device=device)
     reason = f"PyTorch has {'a' if fused else 'no'} fused kernel for {heads}"
     return Attention("sdpa", f"{reason}; {FLASH}: {failure}" if failure else reason)
-
-
-def settle_products(plan: Plan) -> Plan:
-    """Try the compiled loops where they are planned; PyTorch serves where they fail."""
-    if not plan.storage.products.compiled:
-        return plan
-    product, why = find_product()
-    if product is not None:
-        dtype = torch_dtype(plan.storage.dtype)
-        compile_product(product, dtype, rows=plan.workload.batch_size)
-        return plan
-    return replace(plan, storage=replace(plan.storage, products=Products(False, why)))
 
 
 def build_skeleton(model: Model, attention: Mapping[Phase, Attention]) -> nn.Module:
@@ -191,7 +181,7 @@ def share_heads(module: nn.Module, model: Model) -> None:
 
 def gather_tables(module: nn.Module, model: Model, plan: Plan, reader: WeightReader) -> None:
     """Replace token tables by ones that read rows from the checkpoint."""
-    dtype = torch_dtype(plan.storage.dtype)
+    quantised = plan.storage.dtype is Dtype.int8
     for layer in model.layers:
         if not layer.gathered:
             continue
@@ -199,11 +189,17 @@ def gather_tables(module: nn.Module, model: Model, plan: Plan, reader: WeightRea
         assert isinstance(stock, CastEmbedding)
         weight = layer.weights[0]
         info = model.checkpoint.tensors[weight.key]
+        dtype = torch_dtype(weight.kept(plan.storage.dtype))
 
         def read_rows(
-            ids: list[int], info: TensorInfo = info, key: str = weight.key
+            ids: list[int],
+            info: TensorInfo = info,
+            key: str = weight.key,
+            dtype: torch.dtype = dtype,
+            as_head: bool = layer.tied and quantised,
         ) -> torch.Tensor:
-            return reader.read_rows(info, ids, dtype, key)
+            rows = reader.read_rows(info, ids, dtype, key)
+            return dequantised(*quantise(rows)) if as_head else rows
 
         table = TokenTable(weight.shape[1], compute_dtype=stock.compute_dtype, scale=stock.scale)
         table.read_rows = read_rows

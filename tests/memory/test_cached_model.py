@@ -34,7 +34,7 @@ PIXELS = torch.rand(2, 3, 28, 28, generator=torch.Generator().manual_seed(1)) * 
 
 
 def embed(ready: Ready) -> Tensor:
-    groups = squares(PIXELS)
+    groups = list(squares(PIXELS))
     return torch.stack(embed_images(ready.entry, ready.model.architecture, groups, "pooled"))
 
 

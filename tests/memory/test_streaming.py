@@ -10,12 +10,12 @@ from folders import model_at
 from safetensors.torch import load_file
 from tiny import VISION
 
-from vlmrun.memory.streaming import Slot, aligned, read_layer, slot_numbers
-from vlmrun.models.checkpoints.reading import ALIGNMENT, WeightReader
+from vlmrun.memory.streaming import Slot, aligned, buffer_bytes, read_layer, scale_path
+from vlmrun.models.checkpoints.dtype import Dtype
+from vlmrun.models.checkpoints.quantising import quantise
+from vlmrun.models.checkpoints.reading import ALIGNMENT, WeightReader, torch_dtype
 from vlmrun.models.layer import Layer, Weight
 from vlmrun.models.model import Model
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(scope="module")
@@ -39,48 +39,47 @@ def movable(model: Model) -> list[Layer]:
     return [layer for layer in model.layers if not layer.gathered]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "numel", "expected"),
-    [
-        (torch.float32, 0, 0),
-        (torch.float32, 1, 4),
-        (torch.float32, 4, 4),
-        (torch.float32, 5, 8),
-        (torch.bfloat16, 1, 8),
-        (torch.float16, 9, 16),
-    ],
-)
-def test_aligned(dtype: torch.dtype, numel: int, expected: int) -> None:
-    assert aligned(numel, dtype) == expected
-    assert aligned(numel, dtype) * dtype.itemsize % ALIGNMENT == 0
+def test_aligned() -> None:
+    assert [aligned(n) for n in (0, 1, 15, 16, 17)] == [0, 16, 16, 16, 32]
+    assert ALIGNMENT == 16
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", Dtype)
 def test_every_layer_passes_the_slot(
-    model: Model, tensors: dict[str, torch.Tensor], dtype: torch.dtype
+    model: Model, tensors: dict[str, torch.Tensor], dtype: Dtype
 ) -> None:
+    """Each tensor on an aligned address, in as many bytes as the layer counts but for padding."""
     layers = movable(model)
-    numbers = slot_numbers(layers, dtype)
-    assert numbers == max(sum(aligned(w.numel, dtype) for w in layer.weights) for layer in layers)
+    nbytes = max(buffer_bytes(layer, dtype) for layer in layers)
     with WeightReader() as reader:
-        slot = Slot(
-            numbers * dtype.itemsize, dtype=dtype, checkpoint=model.checkpoint, reader=reader
-        )
+        slot = Slot(nbytes, dtype=dtype, checkpoint=model.checkpoint, reader=reader)
         for layer in layers:
             found = slot.read(layer)
-            for weight, tensor in zip(layer.weights, found, strict=True):
+            for weight in layer.weights:
                 start, stop = weight.rows or (0, len(tensors[weight.key]))
+                expected = tensors[weight.key][start:stop]
+                tensor = found[weight.path]
                 assert tensor.shape == weight.shape
-                assert torch.equal(tensor, tensors[weight.key][start:stop].to(dtype))
-                assert tensor.data_ptr() % ALIGNMENT == 0
-            assert len({tensor.untyped_storage().data_ptr() for tensor in found}) == 1
+                if dtype is Dtype.int8 and weight.quantised:
+                    numbers, scale = quantise(expected)
+                    assert torch.equal(tensor, numbers)
+                    assert torch.equal(found[scale_path(weight)], scale)
+                else:
+                    kept = torch.float32 if dtype is Dtype.int8 else torch_dtype(dtype)
+                    assert torch.equal(tensor, expected.to(kept))
+                    assert scale_path(weight) not in found
+            assert all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in found.values())
+            assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 1
+            total = sum(tensor.nbytes for tensor in found.values())
+            assert layer.nbytes(dtype) == total <= buffer_bytes(layer, dtype) <= nbytes
+            assert buffer_bytes(layer, dtype) - total < ALIGNMENT * len(found)
             slot.free()
 
 
 def test_a_slot_holds_one_layer(model: Model) -> None:
     first, second = movable(model)[:2]
     with WeightReader() as reader:
-        slot = Slot(1 << 20, dtype=torch.float32, checkpoint=model.checkpoint, reader=reader)
+        slot = Slot(1 << 20, dtype=Dtype.float32, checkpoint=model.checkpoint, reader=reader)
         slot.read(first)
         with pytest.raises(AssertionError, match=f"{second.name} needs the slot that {first.name}"):
             slot.read(second)
@@ -93,14 +92,14 @@ def test_weights_of_odd_lengths_do_not_overlap(model: Model) -> None:
     [head] = {w.key for layer in model.layers if layer.part == "head" for w in layer.weights}
     width = model.checkpoint.tensors[head].shape[1]
     rows = [(0, 1), (5, 8), (3, 4)]
-    weights = tuple(Weight("p", head, (stop - at, width), (at, stop)) for at, stop in rows)
+    weights = tuple(Weight(f"{at}", head, (stop - at, width), (at, stop)) for at, stop in rows)
     layer = Layer("odd", "odd", "head", "", weights)
     with WeightReader() as reader:
-        buffer = torch.full((slot_numbers([layer], torch.float32) + 1,), torch.nan)
-        found = read_layer(layer, buffer, model.checkpoint, reader)
-        assert torch.isnan(buffer[-1])
-        for weight, tensor in zip(weights, found, strict=True):
+        buffer = torch.full((buffer_bytes(layer, Dtype.float32) + 1,), 77, dtype=torch.uint8)
+        found = read_layer(layer, buffer, Dtype.float32, model.checkpoint, reader)
+        assert buffer[-1] == 77
+        for weight in weights:
             expected = torch.empty(weight.shape)
             info = model.checkpoint.tensors[head]
             reader.read_into(expected, info, name=head, rows=weight.rows)
-            assert torch.equal(tensor, expected)
+            assert torch.equal(found[weight.path], expected)

@@ -14,7 +14,7 @@ from vlmrun.files.images import DecodeOptions, parse_background
 from vlmrun.job import Backend, Placing
 from vlmrun.memory.budget import find_device, parse_bytes
 from vlmrun.memory.threads import choose_threads
-from vlmrun.models.checkpoints.dtype import parse_dtype
+from vlmrun.models.checkpoints.dtype import parse_compute_dtype, parse_dtype
 from vlmrun.models.family import Task
 
 DEFAULT_MODELS: dict[Task, str] = {"caption": "llava-onevision-0.5b", "embed": "siglip"}
@@ -114,7 +114,7 @@ class MemoryFlags:
         of_memory(
             metavar="NAME",
             help="How weights are stored in memory: auto (as in the checkpoint), float32, "
-            "bfloat16, float16.",
+            "bfloat16, float16, int8 (lossy).",
             show_default="$VLMRUN_DTYPE, else auto",
         ),
     ] = None
@@ -252,7 +252,8 @@ def placing(
         revision=model.revision,
         offline=model.offline,
         dtype=chosen("--dtype", memory.dtype, parse_dtype, variable="VLMRUN_DTYPE") or "auto",
-        compute_dtype=chosen("--compute-dtype", memory.compute_dtype, parse_dtype) or "auto",
+        compute_dtype=chosen("--compute-dtype", memory.compute_dtype, parse_compute_dtype)
+        or "auto",
         device=memory.device,
         ram=chosen("--ram", memory.ram, parse_size, variable="VLMRUN_RAM"),
         vram=chosen("--vram", memory.vram, parse_size, variable=vram_variable),

@@ -4,7 +4,7 @@ Two kinds of entry share one protocol: any module whose layers are known is load
 anything else as a whole. Nobody touches a module except inside `use`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmrun.memory.plan import Plan
-from vlmrun.memory.streaming import Slot, aligned, read_layer, slot_numbers
+from vlmrun.memory.streaming import Slot, buffer_bytes, read_layer, tensors_of
 from vlmrun.models.checkpoints.reading import WeightReader, torch_dtype
 from vlmrun.models.family import Phase
 from vlmrun.models.layer import Layer
@@ -59,11 +59,11 @@ class CachedModelWithPartialLoad:
         self.reader = reader
         self._module = module
         self._model = model
-        self._dtype = torch_dtype(plan.storage.dtype)
+        self._dtype = plan.storage.dtype
         self._layers = {p.layer.name: p.layer for p in plan.placements if not p.layer.gathered}
-        self._stored: dict[str, list[Tensor]] = {}  # layers that stay, in RAM or VRAM
+        self._stored: dict[str, dict[str, Tensor]] = {}  # layers that stay, in RAM or VRAM
         self._given_back: set[str] = set()  # layers that `shrink` took; they stream
-        self._meta: dict[str, list[nn.Parameter]] = {}
+        self._meta: dict[str, dict[str, Tensor | None]] = {}
         self._bound: dict[str, int] = {}
         self._slot: Slot | None = None
         self._phase: Phase | None = None
@@ -72,7 +72,7 @@ class CachedModelWithPartialLoad:
     @property
     def resident_bytes(self) -> int:
         """Bytes of the weights that stay, mapped ones included."""
-        return sum(t.nbytes for tensors in self._stored.values() for t in tensors)
+        return sum(map(nbytes_of, self._stored.values()))
 
     @property
     def wanted_bytes(self) -> int:
@@ -114,7 +114,7 @@ class CachedModelWithPartialLoad:
         for name in reversed(self._stored):
             if freed >= nbytes:
                 break
-            freed += sum(t.nbytes for t in self._stored[name])
+            freed += nbytes_of(self._stored[name])
             self._given_back.add(name)
         for name in self._given_back & self._stored.keys():
             self._drop(name)
@@ -129,9 +129,9 @@ class CachedModelWithPartialLoad:
     def _attach(self) -> None:
         """Remember the meta parameters and bind around every layer's forward."""
         for layer in self._layers.values():
-            self._meta[layer.name] = [
-                self._module.get_parameter(weight.path) for weight in layer.weights
-            ]
+            unbound = dict.fromkeys(path for path, _, _ in tensors_of(layer, self._dtype))
+            weights = {w.path: self._module.get_parameter(w.path) for w in layer.weights}
+            self._meta[layer.name] = unbound | weights
             if not layer.module:
                 continue
             runner = self._module.get_submodule(layer.module)
@@ -161,28 +161,27 @@ class CachedModelWithPartialLoad:
         maps = self.plan.all_resident and self.compute_device.type == "cpu"
         tensors = self._mapped(layer) if maps else None
         if tensors is None:
-            numbers = sum(aligned(weight.numel, self._dtype) for weight in layer.weights)
-            buffer = torch.empty(numbers, dtype=self._dtype)
-            tensors = read_layer(layer, buffer, self._model.checkpoint, self.reader)
-        self._stored[layer.name] = [tensor.to(device) for tensor in tensors]
+            buffer = torch.empty(buffer_bytes(layer, self._dtype), dtype=torch.uint8)
+            tensors = read_layer(layer, buffer, self._dtype, self._model.checkpoint, self.reader)
+        self._stored[layer.name] = moved(tensors, device)
         if device == self.compute_device:
-            self._point(layer, self._stored[layer.name])
+            self._point(self._stored[layer.name])
 
-    def _mapped(self, layer: Layer) -> list[Tensor] | None:
-        tensors = []
+    def _mapped(self, layer: Layer) -> dict[str, Tensor] | None:
+        tensors = {}
         for weight in layer.weights:
             if weight.columns is not None:  # a view of columns is not contiguous
                 return None
             info = self._model.checkpoint.tensors[weight.key]
             tensor = self.reader.map(info, name=weight.key, rows=weight.rows)
-            if tensor is None or tensor.dtype != self._dtype:
+            if tensor is None or tensor.dtype != torch_dtype(weight.kept(self._dtype)):
                 return None
-            tensors.append(tensor.view(weight.shape))
+            tensors[weight.path] = tensor.view(weight.shape)
         return tensors
 
     def _drop(self, name: str) -> None:
         del self._stored[name]
-        self._point(self._layers[name], self._meta[name])
+        self._point(self._meta[name])
 
     def _bind(self, layer: Layer) -> None:
         """Point a layer's parameters at its weights on the compute device."""
@@ -192,9 +191,9 @@ class CachedModelWithPartialLoad:
         tensors = self._stored.get(layer.name)
         if tensors is None:
             tensors = self._read(layer)
-        elif tensors[0].device == self.compute_device:
+        elif device_of(tensors) == self.compute_device:
             return
-        self._point(layer, [tensor.to(self.compute_device) for tensor in tensors])
+        self._point(moved(tensors, self.compute_device))
 
     def _release(self, layer: Layer) -> None:
         self._bound[layer.name] -= 1
@@ -203,28 +202,39 @@ class CachedModelWithPartialLoad:
         tensors = self._stored.get(layer.name)
         if tensors is None and self._slot is not None:
             self._slot.free()
-        if tensors is None or tensors[0].device != self.compute_device:
-            self._point(layer, self._meta[layer.name])
+        if tensors is None or device_of(tensors) != self.compute_device:
+            self._point(self._meta[layer.name])
 
-    def _read(self, layer: Layer) -> list[Tensor]:
+    def _read(self, layer: Layer) -> dict[str, Tensor]:
         if self._slot is None:
             self._slot = Slot(
-                slot_numbers(list(self._layers.values()), self._dtype) * self._dtype.itemsize,
+                max(buffer_bytes(each, self._dtype) for each in self._layers.values()),
                 dtype=self._dtype,
                 checkpoint=self._model.checkpoint,
                 reader=self.reader,
             )
         return self._slot.read(layer)
 
-    def _point(self, layer: Layer, tensors: list[Tensor] | list[nn.Parameter]) -> None:
-        for weight, tensor in zip(layer.weights, tensors, strict=True):
-            owner, _, name = weight.path.rpartition(".")
-            parameter = (
-                tensor
-                if isinstance(tensor, nn.Parameter)
-                else nn.Parameter(tensor, requires_grad=False)
-            )
-            setattr(self._module.get_submodule(owner), name, parameter)
+    def _point(self, tensors: Mapping[str, Tensor | None]) -> None:
+        """Set weights as parameters, the scales of quantised ones as plain attributes."""
+        for path, tensor in tensors.items():
+            owner, _, name = path.rpartition(".")
+            if tensor is not None and name != "scale" and not isinstance(tensor, nn.Parameter):
+                tensor = nn.Parameter(tensor, requires_grad=False)
+            setattr(self._module.get_submodule(owner), name, tensor)
+
+
+def nbytes_of(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def moved(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {path: tensor.to(device) for path, tensor in tensors.items()}
+
+
+def device_of(tensors: Mapping[str, Tensor]) -> torch.device:
+    """Where a layer lies: all of it in one place."""
+    return next(iter(tensors.values())).device
 
 
 class CachedModelOnlyFullLoad:

@@ -8,7 +8,7 @@ from vlmrun.memory.budget import Budget
 from vlmrun.memory.plan import Storage, make_plan
 from vlmrun.memory.products import choose_products
 from vlmrun.memory.workload import decide_compute_dtype, describe, used_phases
-from vlmrun.models.checkpoints.dtype import Dtype
+from vlmrun.models.checkpoints.dtype import Dtype, float_dtype
 from vlmrun.models.model import Model
 
 UNLIMITED = Budget(1 << 60, "unlimited", 1 << 60, "unlimited")
@@ -36,9 +36,11 @@ def needs_of(model: Model, dtype: Dtype) -> Needs:
     job = Job(task=model.family.task, placing=Placing(model=model.source.spec))
     phases = used_phases(model, job)
     load = describe(model, job, phases, [])
+    keys = {weight.key for layer in model.layers for weight in layer.weights}
+    floats = float_dtype(dtype, model.checkpoint.stored_bytes(sorted(keys)))
     plans = {}
     for device in ("cpu", "cuda:0"):
-        compute, _ = decide_compute_dtype(model, None, dtype, device)
+        compute, _ = decide_compute_dtype(model, None, floats, device)
         attention = choose_attention(
             model.architecture, phases, "auto", compute=compute, device=device
         )

@@ -10,7 +10,13 @@ from vlmrun.memory.budget import SHARE, Budget, budget_of, cpu_features, find_de
 from vlmrun.memory.plan import MAX_BATCH, Plan, Storage, make_plan
 from vlmrun.memory.products import choose_products
 from vlmrun.memory.working import Workload
-from vlmrun.models.checkpoints.dtype import Dtype, parse_dtype, resolve_dtype
+from vlmrun.models.checkpoints.dtype import (
+    Dtype,
+    float_dtype,
+    parse_compute_dtype,
+    parse_dtype,
+    resolve_dtype,
+)
 from vlmrun.models.companions import COPY, read_image_settings
 from vlmrun.models.decoders import KINDS
 from vlmrun.models.family import ImageCost, Phase, View
@@ -137,7 +143,8 @@ def decide_storage(model: Model, placing: Placing, phases: dict[Phase, tuple[str
     stored = model.checkpoint.stored_bytes(sorted(keys))
     dtype, dtype_reason = resolve_dtype(parse_dtype(placing.dtype), stored)
     device, device_reason = find_device(placing.device)
-    compute, reason = decide_compute_dtype(model, parse_dtype(placing.compute_dtype), dtype, device)
+    asked = parse_compute_dtype(placing.compute_dtype)
+    compute, reason = decide_compute_dtype(model, asked, float_dtype(dtype, stored), device)
     attention = choose_attention(
         model.architecture, phases, placing.attention, compute=compute, device=device
     )

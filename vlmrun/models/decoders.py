@@ -207,10 +207,10 @@ def decoder_blocks(decoder: Decoder, config: Config) -> list[Block]:
     for i in range(decoder.layers):
         path = f"{PREFIX}.layers.{i}"
         tensors = decoder_layer(path, decoder, config)
-        blocks.append(Block(f"decoder.layers.{i}", "decoder", path, tensors))
+        blocks.append(Block(f"decoder.layers.{i}", "decoder", path, tensors, quantised=True))
     last: dict[str, Shape] = {f"{PREFIX}.norm.weight": (decoder.width,)}
     blocks.append(Block("decoder.norm", "decoder", f"{PREFIX}.norm", last))
-    blocks.append(Block("head", "head", "lm_head", {HEAD: table}, row_blocks=True))
+    blocks.append(Block("head", "head", "lm_head", {HEAD: table}, row_blocks=True, quantised=True))
     return blocks
 
 

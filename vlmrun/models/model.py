@@ -8,12 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from vlmrun.errors import CheckpointError, UnsupportedModel
-from vlmrun.models.checkpoints.checkpoint import (
-    Checkpoint,
-    TensorInfo,
-    read_checkpoint,
-    tensors_of,
-)
+from vlmrun.models.checkpoints.checkpoint import Checkpoint, TensorInfo, read_checkpoint, tensors_of
 from vlmrun.models.checkpoints.dtype import SAFETENSORS
 from vlmrun.models.checkpoints.source import (
     Source,
@@ -143,7 +138,7 @@ def assemble(source: Source, config: Config, checkpoint: Checkpoint, *notes: str
     family = family_of(config)
     architecture = family.architecture(config)
     places = match_keys(family, architecture, checkpoint)
-    layers = tuple(cut_layers(architecture, places))
+    layers = tuple(cut_layers(architecture, places, checkpoint))
     return Model(source, config, family, architecture, checkpoint, layers, notes)
 
 
@@ -259,13 +254,22 @@ def complain(what: str, names: list[str], hint: str) -> None:
         raise CheckpointError(f"{len(names)} {noun} {what}: {', '.join(names[:3])}{more}", hint)
 
 
-def cut_layers(architecture: Architecture, places: Mapping[str, Place]) -> Iterable[Layer]:
+def cut_layers(
+    architecture: Architecture, places: Mapping[str, Place], checkpoint: Checkpoint
+) -> Iterable[Layer]:
     """Layers in execution order. A matrix larger than the largest decoder block is cut into
     row blocks no larger than it, so that everything that moves fits the same buffer."""
     bound = largest_block(architecture)
     for block in architecture.blocks:
         weights = tuple(
-            Weight(path, places[path].key, shape, places[path].rows)
+            Weight(
+                path,
+                places[path].key,
+                shape,
+                places[path].rows,
+                stored=checkpoint.tensors[places[path].key].dtype,
+                quantised=block.quantised and len(shape) == 2,
+            )
             for path, shape in block.tensors.items()
         )
         if block.row_blocks:
@@ -290,5 +294,6 @@ def row_layers(block: Block, weight: Weight, bound: int) -> Iterable[Layer]:
     for i, start in enumerate(range(0, rows, step)):
         stop = min(rows, start + step)
         module = f"{block.module}.blocks.{i}"
-        piece = Weight(f"{module}.weight", weight.key, (stop - start, width), (start, stop))
+        shape, path = (stop - start, width), f"{module}.weight"
+        piece = replace(weight, path=path, shape=shape, rows=(start, stop))
         yield Layer(f"{block.name}.{i}", block.name, block.part, module, (piece,))

@@ -40,7 +40,7 @@ def mlp_projector(
         tensors = {name: shape for name, shape in tensors.items() if name.endswith(".weight")}
     if newline:
         tensors["model.image_newline"] = (decoder.width,)
-    return Block("projector", "projector", PROJECTOR, tensors)
+    return Block("projector", "projector", PROJECTOR, tensors, quantised=True)
 
 
 def feature_layers(config: Config, layers: int, *, default: int) -> tuple[int, ...]:

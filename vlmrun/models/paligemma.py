@@ -53,6 +53,7 @@ def architecture(config: Config) -> Architecture:
         "projector",
         multimodal.PROJECTOR,
         towers.linear(path, decoder.width, vision.width),
+        quantised=True,
     )
     return Architecture(
         multimodal.blocks(vision, decoder, text, projector),

@@ -64,12 +64,13 @@ def text_blocks(tower: TextTower) -> list[Block]:
     ]
     for i in range(tower.layers):
         path = f"text_model.encoder.layers.{i}"
-        blocks.append(Block(f"text.layers.{i}", "text", path, encoder_layer(path, tower)))
+        tensors = encoder_layer(path, tower)
+        blocks.append(Block(f"text.layers.{i}", "text", path, tensors, quantised=True))
     last, head = "text_model.final_layer_norm", "text_model.head"
     blocks.append(Block("text.norm", "text", last, norm(last, tower.width)))
     if tower.projection is not None:
         tensors = linear(head, tower.projection, tower.width)
-        blocks.append(Block("text.head", "text", head, tensors))
+        blocks.append(Block("text.head", "text", head, tensors, quantised=True))
     return blocks
 
 

@@ -106,7 +106,8 @@ def vision_blocks(tower: VisionTower, prefix: str) -> list[Block]:
         blocks.append(Block("vision.prenorm", "vision", before, norm(before, tower.width)))
     for i in range(tower.layers):
         path = f"{prefix}encoder.layers.{i}"
-        blocks.append(Block(f"vision.layers.{i}", "vision", path, encoder_layer(path, tower)))
+        tensors = encoder_layer(path, tower)
+        blocks.append(Block(f"vision.layers.{i}", "vision", path, tensors, quantised=True))
     last = f"{prefix}post_layernorm"
     blocks.append(Block("vision.norm", "vision", last, norm(last, tower.width)))
     if tower.pooled:

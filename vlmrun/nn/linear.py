@@ -6,55 +6,98 @@ in row tiles through one small scratch buffer, so that a bf16 matrix never exist
 way the bits depend on the shapes alone, never on where the weight lies.
 """
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vlmrun.nn.kernels import find_product
+from vlmrun.nn.kernels import Product
 
 TILE_NUMBERS = 1 << 20  # measured: smaller tiles pay for launches, larger ones leave the cache
-FEW = 4  # rows up to which the compiled loop beats a CPU's own bf16 units, measured on Zen 5
+
+# the product [M, N] of rows [M, K] with a weight [N, K], and the scales [N] of a quantised one
+Kernel = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# by the dtypes of weight and rows: kernels by the most rows they are for, fewest first
+Kernels = Mapping[tuple[torch.dtype, torch.dtype], tuple[tuple[float, Kernel], ...]]
+PYTORCH: Kernels = MappingProxyType({})
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    kernels: Kernels = PYTORCH,
+) -> Tensor:
     """Compute x @ weight.T + bias in the dtype of `x`, sums in float32.
 
-    x: [..., K], weight: [N, K] in any floating dtype, bias: [N]; returns [..., N].
+    x: [..., K], weight: [N, K] in any floating dtype, or int8 with the float32 `scale` [N] of its
+    rows, bias: [N]; returns [..., N].
     """
     bias = None if bias is None else bias.to(x.dtype)
     rows = x.reshape(-1, x.shape[-1])  # [M, K]
-    same, single, few = weight.dtype == x.dtype, x.dtype == torch.float32, len(rows) <= FEW
-    wanted = x.device.type == "cpu" and (few or single) and not (same and single)
-    product = find_product()[0] if wanted else None
-    if product is not None:
-        out = product(rows.float(), weight).to(x.dtype)
-    elif same:
+    kernel = choose_kernel(kernels, weight.dtype, x.dtype, len(rows))
+    if kernel is native:  # as stock does, to the bit
         return functional.linear(x, weight, bias)
-    else:
-        out = tiled(rows, weight)
+    out = kernel(rows, weight, scale)
     if bias is not None:
         out += bias
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-def tiled(rows: Tensor, weight: Tensor) -> Tensor:
-    """The product [M, N] of rows [M, K] with a weight [N, K] of another dtype, tile by tile."""
+def choose_kernel(kernels: Kernels, stored: torch.dtype, compute: torch.dtype, rows: int) -> Kernel:
+    """What is named for weights and inputs of these dtypes, else PyTorch's own way."""
+    for most, kernel in kernels.get((stored, compute), ()):
+        if rows <= most:
+            return kernel
+    return native if stored == compute else tiled
+
+
+def native(rows: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    assert scale is None
+    return functional.linear(rows, weight)
+
+
+def loops(product: Product) -> Kernel:
+    """The compiled product of float32 rows for rows of any dtype."""
+
+    def multiply(rows: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+        wide = product(rows.float(), weight)
+        return (wide if scale is None else wide.mul_(scale)).to(rows.dtype)
+
+    return multiply
+
+
+def tiled(rows: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    """The product [M, N] of rows [M, K] with a weight [N, K] of another dtype, tile by tile. A
+    quantised one is multiplied by its scales there: float16 may not hold products without."""
     out = rows.new_empty(rows.shape[0], weight.shape[0])
     step = max(1, TILE_NUMBERS // weight.shape[1])
     scratch = rows.new_empty(min(step, weight.shape[0]), weight.shape[1])
     for start in range(0, weight.shape[0], step):
         stop = min(start + step, weight.shape[0])
         tile = scratch[: stop - start]
-        tile.copy_(weight[start:stop])
+        if scale is None:
+            tile.copy_(weight[start:stop])
+        else:  # by way of float32: torch takes 50 times as long from int8 to a half
+            tile.copy_(weight[start:stop].float().mul_(scale[start:stop, None]))
         torch.mm(rows, tile.t(), out=out[:, start:stop])
     return out
 
 
 class CastLinear(nn.Module):
-    """A linear layer that computes in the dtype of its input, whatever its weight is stored as."""
+    """A linear layer that computes in the dtype of its input, whatever its weight is stored as.
+
+    scale: float32 [N] of the rows of a weight that is bound as int8, else None. kernels: what
+    multiplies, set when the model is loaded.
+    """
 
     weight: Tensor
     bias: Tensor | None
+    scale: Tensor | None = None
+    kernels: Kernels = PYTORCH
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__()
@@ -62,7 +105,7 @@ class CastLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.scale, self.kernels)
 
 
 class RowBlocks(nn.Module):

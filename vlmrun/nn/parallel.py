@@ -24,7 +24,8 @@ class RowParallelLinear(CastLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., K / processes]; gives [..., N], the same in every process."""
-        part = linear(x, self.weight).float()  # halves would be rounded once per process
+        part = linear(x, self.weight, scale=self.scale, kernels=self.kernels)
+        part = part.float()  # halves would be rounded once per process
         with others_needed():
             distributed.all_reduce(part)
         whole = part.to(x.dtype)

@@ -23,7 +23,13 @@ from vlmrun.memory.cached_model import CachedModelOnlyFullLoad
 from vlmrun.memory.working import GPU_RUNTIME_BYTES, RUNTIME_BYTES
 from vlmrun.memory.workload import resolve_compute_dtype
 from vlmrun.models.checkpoints.checkpoint import Checkpoint, read_checkpoint
-from vlmrun.models.checkpoints.dtype import SAFETENSORS, Dtype, parse_dtype, resolve_dtype
+from vlmrun.models.checkpoints.dtype import (
+    SAFETENSORS,
+    Dtype,
+    parse_compute_dtype,
+    parse_dtype,
+    resolve_dtype,
+)
 from vlmrun.models.checkpoints.reading import torch_dtype
 from vlmrun.models.checkpoints.source import Source
 from vlmrun.models.companions import COPY
@@ -70,9 +76,14 @@ def choose_dtype(placing: Placing, checkpoint: Checkpoint, device: str) -> Dtype
     """The one dtype that weights are stored and computed in.
 
     Raises:
-        UsageError: two are asked for.
+        UsageError: two are asked for, or int8.
     """
-    asked = [parse_dtype(name) for name in (placing.dtype, placing.compute_dtype)]
+    asked = [parse_dtype(placing.dtype), parse_compute_dtype(placing.compute_dtype)]
+    if Dtype.int8 in asked:
+        raise UsageError(
+            "--dtype int8: an untested model is loaded by transformers, in floats",
+            "use float32, bfloat16 or float16",
+        )
     found = {dtype for dtype in asked if dtype is not None}
     if len(found) > 1:
         raise UsageError(

@@ -10,7 +10,15 @@ from vlmrun.errors import CheckpointError, UnsupportedModel, UsageError
 from vlmrun.job import Placing
 from vlmrun.memory.workload import decide_storage
 from vlmrun.models.checkpoints.checkpoint import ITEMSIZES
-from vlmrun.models.checkpoints.dtype import SAFETENSORS, Dtype, parse_dtype, resolve_dtype
+from vlmrun.models.checkpoints.dtype import (
+    LOSSY,
+    SAFETENSORS,
+    Dtype,
+    float_dtype,
+    parse_compute_dtype,
+    parse_dtype,
+    resolve_dtype,
+)
 from vlmrun.models.model import describe_model
 
 
@@ -24,17 +32,32 @@ from vlmrun.models.model import describe_model
         ("bf16", Dtype.bfloat16),
         ("float16", Dtype.float16),
         ("fp16", Dtype.float16),
+        ("int8", Dtype.int8),
     ],
 )
 def test_names(name: str, dtype: Dtype | None) -> None:
     assert parse_dtype(name) is dtype
+    if dtype is not Dtype.int8:
+        assert parse_compute_dtype(name) is dtype
 
 
-@pytest.mark.parametrize("name", ["", "int8", "half", "Float16", "BF16", "f32", "float64"])
+def test_nothing_is_computed_in_int8() -> None:
+    with pytest.raises(UsageError, match=r"^--compute-dtype int8: ") as caught:
+        parse_compute_dtype("int8")
+    assert words(caught.value)
+
+
+def test_arithmetic_beside_int8_is_chosen_by_the_checkpoints_floats() -> None:
+    stored = {Dtype.float32: 10, Dtype.bfloat16: 90}
+    assert float_dtype(Dtype.int8, stored) is Dtype.bfloat16
+    assert float_dtype(Dtype.float16, stored) is Dtype.float16
+
+
+@pytest.mark.parametrize("name", ["", "int4", "half", "Float16", "BF16", "f32", "float64"])
 def test_other_names(name: str) -> None:
     with pytest.raises(UsageError, match=f"^unknown dtype '{name}'$") as caught:
         parse_dtype(name)
-    assert "auto, float32, bfloat16, float16, fp32, bf16, fp16" in words(caught.value)
+    assert "auto, float32, bfloat16, float16, int8, fp32, bf16, fp16" in words(caught.value)
     assert caught.value.exit_code == 2
 
 
@@ -52,6 +75,7 @@ def test_sizes_are_those_of_torch() -> None:
     [
         (None, {Dtype.float16: 10}, Dtype.float16, "as stored in the checkpoint"),
         (Dtype.float32, {Dtype.float16: 10}, Dtype.float32, "asked for"),
+        (Dtype.int8, {Dtype.float16: 10}, Dtype.int8, LOSSY),
         (
             None,
             {Dtype.float32: 4, Dtype.bfloat16: 996},
@@ -128,7 +152,7 @@ def test_a_dtype_without_a_known_size_is_refused_by_name(tmp_path: Path) -> None
         describe_model(str(folder))
 
 
-@pytest.mark.parametrize("dtype", Dtype)
+@pytest.mark.parametrize("dtype", SAFETENSORS.values())
 def test_a_model_from_the_catalogue_is_stored_as_it_says(dtype: Dtype) -> None:
     model = model_of(TINY_SIGLIP, dtype.value)
     assert set(model.checkpoint.stored_bytes(model.checkpoint.tensors)) == {dtype}

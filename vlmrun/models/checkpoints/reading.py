@@ -16,6 +16,7 @@ from vlmrun.errors import CheckpointError
 from vlmrun.models.checkpoints.checkpoint import TensorInfo
 from vlmrun.models.checkpoints.dtype import SAFETENSORS, Dtype
 from vlmrun.models.checkpoints.folder import AGAIN, unreadable
+from vlmrun.models.checkpoints.quantising import quantise_
 
 STAGING_NUMBERS = 1 << 20
 ALIGNMENT = 16  # bytes; fp32 kernels give other bits at other addresses, measured
@@ -91,6 +92,40 @@ class WeightReader:
             self._fill(staged, info, info.offset + at * width * stored.itemsize, name)
             part.copy_(staged.view(-1, width)[:, slice(*columns)])
             check_range(part, stored, name)
+
+    def read_quantised(
+        self,
+        out: Tensor,
+        scale: Tensor,
+        info: TensorInfo,
+        *,
+        name: str,
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> None:
+        """Read a matrix, or its rows or columns `start:stop`, into int8 `out` [N, K] and float32
+        `scale` [N]. Whole rows pass through the staging buffer: columns keep the scale of theirs,
+        so that parts of a row that several processes keep are parts of one quantised row.
+
+        Raises:
+            CheckpointError: as `read_into`, or a number is not finite.
+        """
+        stored, width = torch_dtype(SAFETENSORS[info.dtype]), info.shape[-1]
+        start = info.offset + (rows[0] if rows is not None else 0) * width * stored.itemsize
+        step = max(1, STAGING_NUMBERS // width)
+        for at in range(0, out.shape[0], step):
+            part = out[at : at + step]
+            staged = self._staged(stored)[: part.shape[0] * width]
+            self._fill(staged, info, start + at * width * stored.itemsize, name)
+            wide = self._staged(torch.float32)[: staged.numel()]
+            rounded = wide.copy_(staged).view(-1, width)
+            found = quantise_(rounded)
+            if not torch.isfinite(found).all():
+                raise CheckpointError(
+                    f"{name} holds numbers that are not finite", "no scale makes int8 of them"
+                )
+            part.copy_(rounded if columns is None else rounded[:, slice(*columns)])
+            scale[at : at + step] = found
 
     def read_rows(self, info: TensorInfo, ids: list[int], dtype: torch.dtype, name: str) -> Tensor:
         """Gather rows by index: [len(ids), width] at `dtype`."""

@@ -25,7 +25,12 @@ PANEL = 48  # rows of the input that are kept in a core's cache while the weight
 
 
 WIDE = bool(get_host_cpu_features().get("avx512f"))  # 32 registers instead of 16
-BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32: torch.float32}
+BITS = {
+    torch.bfloat16: torch.uint16,
+    torch.float16: torch.int16,
+    torch.float32: torch.float32,
+    torch.int8: torch.int8,
+}
 
 
 def product(x: Tensor, weight: Tensor, *, wide: bool = WIDE) -> Tensor:
