@@ -29,8 +29,10 @@ from PIL import Image
 from tiny_llava import build_joycaption, build_llava, build_llava_next, stock_processor
 
 from vlmrun.models import llava, llava_next
+from vlmrun.models.families import FAMILIES
 from vlmrun.models.family import View
 from vlmrun.models.onevision import LLAVA_ONEVISION
+from vlmrun.models.templates import KNOWN
 from vlmrun.tasks.chat import Chat
 from vlmrun.tasks.preprocess import PicturePreprocessor
 
@@ -296,7 +298,14 @@ def test_f43_a_form_that_is_not_known_is_refused(
     """A Llama of 408 tokens may be anyone's."""
     folder = copied(folders[name], tmp_path / "m", without("chat_template.jinja"))
     told = vlmrun("caption", "-m", folder, *FLAGS, *pictures)
-    assert_refused(told, "chat_template.jinja is missing", hint="copy it")
+    unknown = "the prompts of a llama decoder of 408 tokens are not known"
+    assert_refused(told, "chat_template.jinja is missing", unknown, hint="copy it")
+    assert "known are those of Vicuna, Llama 3, " in told.err
+
+
+def test_f43_every_family_says_whose_forms_it_knows() -> None:
+    chats = [f for f in FAMILIES if f.task == "caption" and f.prompt_style == "chat"]
+    assert {family.name for family in chats} == set(KNOWN)
 
 
 def halves() -> Image.Image:

@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from vlmrun.job import Job
 from vlmrun.memory.attention import TOWERS
 from vlmrun.memory.budget import format_bytes, size_flag
 from vlmrun.memory.floor import Floor
@@ -22,26 +23,32 @@ Column = tuple[Phase, Tier]
 def plan_report(
     plan: Plan,
     model: Model,
+    job: Job,
     *,
     least: Floor,
     rates: str,
     command: str,
     pictures: int | None = None,
-    prompts: int = 1,
+    processes: int | None = None,
     layers: bool = False,
 ) -> Group:
-    """All that `mem-plan` says. `pictures`: add the time of so many, `prompts` each."""
+    """All that `mem-plan` says. `pictures`: add the time of so many; `processes`: the plan is that
+    of one of so many."""
     blank = Text("")
-    parts: list[RenderableType] = [opened(model), blank, memory_table(plan)]
+    parts: list[RenderableType] = [opened(model)]
+    if processes is not None:
+        parts.append(Text(f"one of {processes} processes: every figure is for one of them"))
+    parts += [blank, memory_table(plan)]
     if layers:
         parts += [blank, layer_table(plan)]
     lines = Table.grid(padding=(0, 2))
     lines.add_column(no_wrap=True)
     lines.add_column(overflow="fold")
-    rows = [*budget_lines(plan), *decisions(plan), *workload_lines(plan)]
+    rows = [*budget_lines(plan), *decisions(plan), *workload_lines(plan, model, job)]
     rows += [("least time", least_time(least)), ("assumed rates", rates)]
     if pictures is not None:
-        rows.append((f"{pictures} pictures", job_time(plan, pictures * prompts * least.image_s)))
+        answers = pictures * max(1, len(job.prompts))
+        rows.append((f"{pictures} pictures", job_time(plan, answers * least.image_s)))
     rows += [("not used", text) for text in unused_lines(plan)]
     for label, text in rows:
         lines.add_row(label, text)
@@ -177,15 +184,18 @@ def decisions(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def workload_lines(plan: Plan) -> list[tuple[str, str]]:
+def workload_lines(plan: Plan, model: Model, job: Job) -> list[tuple[str, str]]:
     """What the plan takes the job to be."""
-    load = plan.workload
+    load, vision = plan.workload, model.architecture.vision
     lines = []
     if "vision" in load.phases:
         crops = "1 crop" if load.image.crops == 1 else f"{load.image.crops} crops"
         which = "the largest of the job" if load.picture_known else "of the tower's own size"
+        if vision is not None and vision.naflex:
+            asked = job.max_patches is not None
+            which = "as --max-patches asks" if asked else "the default of --max-patches"
         lines.append(("a picture", f"{crops}, {load.image.tokens} tokens ({which})"))
-        if not load.picture_known and "decode" in load.phases:
+        if not load.picture_known:  # one that only its decoding makes larger takes more RAM
             lines.append(("", "a larger one costs more: name pictures to plan for them"))
     if "decode" in load.phases:
         lines.append(("a prompt", f"at most {load.prompt_tokens} tokens beside the picture's"))
@@ -242,6 +252,7 @@ def plan_fields(plan: Plan, least: Floor, command: str) -> Fields:
         "v": 1,
         "model": plan.model,
         "dtype": str(plan.storage.dtype),
+        "dtype_reason": plan.storage.dtype_reason,
         "device": plan.storage.device,
         "fits": plan.fits,
         "budget": {"ram_bytes": plan.budget.ram_bytes, "vram_bytes": plan.budget.vram_bytes},
@@ -261,6 +272,7 @@ def plan_fields(plan: Plan, least: Floor, command: str) -> Fields:
             "decode_s_per_token": least.decode_s_per_token,
             "image_s": least.image_s,
         },
+        "products": str(plan.storage.products),
         "attention": {
             TOWERS[phase]: {"backend": each.backend, "reason": each.reason}
             for phase, each in plan.storage.attention.items()

@@ -191,6 +191,16 @@ def test_generation_flags_reach_the_model(caption: Command, three: list[Path]) -
     assert caption(*hot, "--top-k", "1").out == b"an elephant\n"
 
 
+def test_flags_of_sampling_without_it_are_noted(caption: Command, three: list[Path]) -> None:
+    """An answer to --seed 2 is the one to --seed 1; who asks for several should know."""
+    flags = ["--top-p", "0.5", "--seed", "2", three[0]]
+    plain = b"an elephant\n"
+    note = "vlmrun: --top-p, --seed: without effect at --temperature 0\n"
+    assert caption(*flags) == Done(0, plain, note)
+    assert caption("-q", *flags) == Done(0, plain, "")
+    assert caption("--top-k", "1", "--temperature", "1", *flags) == Done(0, plain, "")
+
+
 def test_what_does_not_fit_exits_4_with_a_flag_that_does(
     caption: Command, three: list[Path]
 ) -> None:

@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 from commands import PROGRAM
@@ -18,6 +19,22 @@ def test_mem_plan_is_installed() -> None:
     done = subprocess.run([PROGRAM, "mem-plan", "-m", "demo", "--ram", "9MiB"], capture_output=True)
     assert done.returncode == 4
     assert b"does not fit" in done.stdout
+
+
+def test_a_folder_that_hides_the_package_is_named(tmp_path: Path) -> None:
+    """As a clone's does to `python -m` in the folder above it, where the install is editable."""
+    (tmp_path / "vlmrun").mkdir()
+    finder = "import sys, vlmrun; print(vlmrun.__file__)"
+    seen = subprocess.run([sys.executable, "-c", finder], cwd=tmp_path, capture_output=True)
+    line = [sys.executable, "-m", "vlmrun", "--version"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True)
+    if b"__init__.py" in seen.stdout:
+        assert done.returncode == 0  # an install of another kind
+    else:
+        told = b"vlmrun: error: a folder named vlmrun in the working directory hides the package\n"
+        assert (done.returncode, done.stderr.splitlines(keepends=True)[0]) == (1, told)
+        assert done.stderr.count(b"\n") == 2
+    assert subprocess.run([PROGRAM, "--version"], cwd=tmp_path, capture_output=True).returncode == 0
 
 
 def test_a_closed_pipe_ends_caption_quietly(pictures: Path) -> None:

@@ -27,6 +27,7 @@ KEYS = {
     "v": int,
     "model": str,
     "dtype": str,
+    "dtype_reason": str,
     "device": str,
     "fits": bool,
     "budget": dict,
@@ -36,6 +37,7 @@ KEYS = {
     "peak": dict,
     "per_pass": dict,
     "floor": dict,
+    "products": str,
     "attention": dict,
     "batch": int,
     "smallest_ram_bytes": int,
@@ -239,11 +241,36 @@ def test_a_plan_for_one_of_several_processes(vlmrun: Command) -> None:
     ]
     assert 0.5 < decoder[1] / decoder[0] < 0.51  # norms are whole
     assert half["command"] == (
-        "torchrun --nproc-per-node 2 -m vlmrun caption --tp -m llava-onevision-0.5b "
+        "torchrun --nproc-per-node 2 --no-python vlmrun caption --tp -m llava-onevision-0.5b "
         "--ram 8GiB INPUT..."
     )
+    told = "one of 2 processes: every figure is for one of them"
+    assert vlmrun("mem-plan", *model, "--tp", "2").lines[1] == told
+    assert "processes" not in vlmrun("mem-plan", *model).text
     refused = vlmrun("mem-plan", *model, "--tp", "3")
     assert_refused(refused, "3 processes do not divide the 16 vision heads", code=2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["-m", "siglip"], "729 tokens (of the tower's own size)"),
+        (["-m", "siglip", "--dynamic-size"], "784 tokens (of the tower's own size)"),
+        (["-m", "siglip2-naflex"], "256 tokens (the default of --max-patches)"),
+        (["-m", "siglip2-naflex", "--max-patches", "99"], "99 tokens (as --max-patches asks)"),
+        (["-m", "llava-1.5-7b"], "576 tokens (of the tower's own size)"),
+    ],
+)
+def test_without_pictures_it_says_what_it_takes_one_for(
+    vlmrun: Command, flags: list[str], told: str
+) -> None:
+    """And that a larger one costs more: its decoding, where it is seen as the same square."""
+    larger = "a larger one costs more: name pictures to plan for them"
+    done = vlmrun("mem-plan", *flags)
+    at = next(i for i, line in enumerate(done.lines) if line.startswith("a picture"))
+    assert done.lines[at].endswith(f" 1 crop, {told}")
+    assert done.lines[at + 1].split("  ")[-1].strip() == larger
+    assert larger not in vlmrun("mem-plan", *flags, PICTURES).text
 
 
 def test_a_batch_says_why(vlmrun: Command) -> None:
@@ -292,6 +319,17 @@ def test_bad_usage_of_mem_plan_exits_2(vlmrun: Command, argv: list[str], words: 
     done = vlmrun("mem-plan", *argv)
     assert (done.code, done.out) == (2, b"")
     assert words in done.err
+
+
+def test_a_flag_of_the_other_task_names_a_model_for_it(vlmrun: Command) -> None:
+    for argv, hint in (
+        (["-t", "hi"], "name a model that embeds, as -m siglip"),
+        (["-m", "demo-siglip", "-p", "x"], "a model that captions, as -m llava-onevision-0.5b"),
+    ):
+        words = hint.split()
+        done = vlmrun("mem-plan", *argv)
+        assert_refused(done, argv[-2], hint=hint, code=2)
+        assert vlmrun("mem-plan", *argv[-2:], *words[-2:]).code == 0
 
 
 def test_of_pictures_only_headers_are_read(vlmrun: Command, tmp_path: Path) -> None:

@@ -50,6 +50,8 @@ def test_one_line_for_every_short_name(vlmrun: Command) -> None:
     assert ["demo", "caption", "bfloat16", "whole", "0.01"] in [line[:5] for line in listed]
     assert max(len(line) for line in done.lines) <= 80
     assert "…" not in done.text
+    legend = done.text.rpartition("\n\n")[2]
+    assert all(f"{column}: " in legend for column in ("size", "cached", "all", "least"))
 
 
 def test_json_has_a_line_for_every_short_name(vlmrun: Command) -> None:

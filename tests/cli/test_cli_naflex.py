@@ -177,6 +177,11 @@ def test_what_is_cut_off_is_told_where_it_is(
     folder = write_timm(tmp_path / "m", "map")
     cut = vlmrun("embed", "-m", folder, shown[0])
     assert "the middle of every picture is seen" in cut.err
+    config = json.loads((folder / "config.json").read_text())
+    config["pretrained_cfg"]["crop_pct"] = 1.0
+    (folder / "config.json").write_text(json.dumps(config))
+    told = vlmrun("embed", "-m", folder, shown[0])
+    assert "the middle of a picture that is not square is seen" in told.err
     whole = vlmrun("embed", "-m", folder, "--dynamic-size", shown[0])
     assert (whole.code, whole.err) == (0, "")
     assert whole.rows != cut.rows

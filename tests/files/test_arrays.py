@@ -201,7 +201,7 @@ def test_vectors_of_a_killed_run_are_named_before_anything_else(tmp_path):
         (tmp_path / name).write_bytes(b"rows")
     with pytest.raises(OutputError, match=r"v\.npy\.part is in the way") as caught:
         writer(tmp_path / "v.npy")
-    assert "a run that was killed" in caught.value.hint
+    assert "a run that was killed, and --exists overwrite leaves it" in caught.value.hint
 
 
 def test_an_array_and_its_index_are_not_written_by_two_runs(tmp_path):

@@ -31,7 +31,7 @@ def near(found: torch.Tensor, golden: Any) -> None:
 
 def vector(folder: Path, resident: str, kind: str, texts: bool = False) -> torch.Tensor:
     ready = load_tiny(folder, resident=resident, kind=kind, texts=texts)
-    groups = squares(random_pixels(28, 28))
+    groups = list(squares(random_pixels(28, 28)))
     [found] = embed_images(ready.entry, ready.model.architecture, groups, kind)
     return found
 

@@ -49,7 +49,7 @@ def processed(folder: Path, **more: Any) -> dict[str, Tensor]:
 
 def groups_of(folder: Path, most: int = MAX_PATCHES) -> list[Group]:
     cut = picture_cutter(model_at(folder), View(max_patches=most))
-    return joined([cut(picture(*size)) for size in SIZES])
+    return list(joined(cut(picture(*size)) for size in SIZES))
 
 
 def run(folder: Path, groups: list[Group], kind: str, **options: Any) -> Tensor:

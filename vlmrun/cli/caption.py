@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Literal
 
@@ -142,6 +142,12 @@ class AnswerFlags:
             stop=tuple(check_text(text, where="--stop") for text in self.stop),
         )
 
+    def notes(self) -> tuple[str, ...]:
+        """A note on flags that need sampling, where there is none."""
+        given = {"--top-p": self.top_p < 1, "--top-k": self.top_k, "--seed": self.seed}
+        idle = [flag for flag, changed in given.items() if changed and not self.temperature]
+        return (f"{', '.join(idle)}: without effect at --temperature 0",) if idle else ()
+
 
 def read_prompt(text: str) -> Prompt:
     match = NAMED.fullmatch(check_text(text, where="--prompt"))
@@ -187,9 +193,12 @@ def caption(
             suffix=check_text(answer.suffix, where="--suffix"),
         )
         command = spell("caption", model, memory, asked, answer, pictures, output, talk)
+        inputs = read_inputs(pictures, stdin_is_list=True, tp=output.tp)
+        if inputs.images:
+            inputs = replace(inputs, notes=(*answer.notes(), *inputs.notes))
         return run_inputs(
             job,
-            read_inputs(pictures, stdin_is_list=True, tp=output.tp),
+            inputs,
             flags=output,
             talk=talk,
             command=command,

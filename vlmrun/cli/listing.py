@@ -19,6 +19,7 @@ CACHED = {
     "no": "not in the hub cache",
     "packaged": "packaged with vlmrun",
 }
+COLUMNS = "size: of the weights as they are stored. cached: how much is on this machine."
 NOTES = (
     "GiB. all: one picture, with every weight it takes kept in that memory.",
     "least: the same, with the weights read from disk whenever they run.",
@@ -36,7 +37,7 @@ def listing(models: Iterable[Listed]) -> Group:
         sizes = (each.nbytes, *figures(needs_of(each.model, each.dtype))[:4])
         words = (each.name, each.model.family.task, str(each.dtype), cached)
         table.add_row(*words, *map(gibibytes, sizes))
-    return Group(table, Text(""), *map(Text, (*NOTES, MORE)))
+    return Group(table, Text(""), *map(Text, (COLUMNS, *NOTES, MORE)))
 
 
 def details(models: Iterable[Listed]) -> Group:

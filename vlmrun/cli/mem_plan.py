@@ -10,6 +10,7 @@ from vlmrun.cli.caption import PromptFlags
 from vlmrun.cli.command import Command, flags_of, spell, takes_flags
 from vlmrun.cli.embed import LengthFlags, VectorFlags, of_vectors
 from vlmrun.cli.options import (
+    DEFAULT_MODELS,
     MODEL_VARIABLES,
     MemoryFlags,
     ModelFlags,
@@ -118,14 +119,7 @@ def mem_plan(
         flags: dict[str, Any] = dict(flags_that_fit(plan))
         fitting = replace(memory, **flags)
         command = spell(task, named(model, task), fitting, *own, shown)
-        show(
-            plan,
-            opened,
-            launched(command, wanted.tp),
-            wanted,
-            talk,
-            prompts=max(1, len(job.prompts)),
-        )
+        show(plan, opened, job, launched(command, wanted.tp), wanted, talk)
         return 0 if plan.fits else OutOfBudget.exit_code
 
     return Command(start, talk)
@@ -186,11 +180,13 @@ def shared(model: Model, job: Job, processes: int | None) -> tuple[Model, Job]:
 
 
 def launched(command: str, processes: int | None) -> str:
-    """A command, or what starts it in several processes."""
+    """A command, or what starts it in several processes. It is the installed one: `-m vlmrun`
+    would take a folder of that name in the working directory, as a clone's, for the package."""
     if processes is None:
         return command
-    words = command.split(" ", 2)
-    return " ".join([f"torchrun --nproc-per-node {processes} -m", *words[:2], "--tp", *words[2:]])
+    program, name, flags = command.split(" ", 2)
+    start = f"torchrun --nproc-per-node {processes} --no-python"
+    return f"{start} {program} {name} --tp {flags}"
 
 
 def check_flags(task: Task, name: str, *other: object) -> None:
@@ -201,10 +197,10 @@ def check_flags(task: Task, name: str, *other: object) -> None:
     """
     wrong = flags_of(*other)
     if wrong:
-        verb = "captions" if task == "caption" else "embeds"
+        fitting: Task = "embed" if task == "caption" else "caption"
         raise UsageError(
-            f"{wrong[0]}: {name} {verb}, and this flag is not for that",
-            "leave it out, or choose another --model",
+            f"{wrong[0]}: {name} {task}s, and this flag is not for that",
+            f"leave it out, or name a model that {fitting}s, as -m {DEFAULT_MODELS[fitting]}",
         )
 
 
@@ -241,7 +237,7 @@ def named(model: ModelFlags, task: Task) -> ModelFlags:
 
 
 def show(
-    plan: Plan, model: Model, command: str, wanted: PlanFlags, talk: TalkFlags, *, prompts: int
+    plan: Plan, model: Model, job: Job, command: str, wanted: PlanFlags, talk: TalkFlags
 ) -> None:
     """Write the plan on standard output, as JSON or as tables.
 
@@ -258,11 +254,12 @@ def show(
     shown = report.plan_report(
         plan,
         model,
+        job,
         least=least,
         rates=rates.reason,
         command=command,
         pictures=wanted.count,
-        prompts=prompts,
+        processes=wanted.tp,
         layers=wanted.layers,
     )
     show_result(shown, no_color=talk.no_color)

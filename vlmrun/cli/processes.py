@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from vlmrun.errors import ProcessLost, UsageError
 from vlmrun.models.sharding import read_shard
 
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # is set in the processes that it starts
 PATIENCE = 5.0  # seconds; processes on one machine start at different moments
 
 
@@ -18,7 +19,7 @@ def follows_another(*, tp: bool) -> bool:
     """
     if tp:
         return read_shard(os.environ).rank > 0
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+    if TORCHRUN in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
         raise UsageError(
             "torchrun started several processes, and each would do the whole job",
             "add --tp to share one model between them, or start one process",
@@ -33,7 +34,8 @@ def let_others_tell(arguments: Sequence[str], error: Exception) -> str:
     """
     rank = os.environ.get("RANK", "0")
     lost = isinstance(error, ProcessLost)
-    if "--tp" not in arguments or (rank == "0" and not lost):
+    alone = "--tp" not in arguments and TORCHRUN not in os.environ
+    if alone or (rank == "0" and not lost):
         return ""
     time.sleep(2 * PATIENCE if lost else PATIENCE)
     return "" if rank == "0" else f"process {rank}: "

@@ -87,7 +87,11 @@ def what_happened(error: Exception) -> tuple[str, str]:
 
 
 def parse(arguments: list[str]) -> Command | int:
-    """Read a command line; an exit code where there is nothing more to do."""
+    """Read a command line; an exit code where there is nothing more to do.
+
+    Raises:
+        UsageError: it is none.
+    """
     parser = make_parser()
     if not arguments and COMPLETION not in os.environ:
         with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(OSError):
@@ -99,8 +103,8 @@ def parse(arguments: list[str]) -> Command | int:
         context = getattr(error, "ctx", None)
         name = "vlmrun" if context is None else context.command_path
         lists = "commands" if context is None or context.parent is None else "flags"
-        wrong = UsageError(explained(error).rstrip("."), f"{name} --help lists the {lists}")
-        return tell(wrong.message, wrong.hint, wrong.exit_code, 0)
+        hint = f"{name} --help lists the {lists}"
+        raise UsageError(explained(error).rstrip("."), hint) from error
     except SystemExit as error:  # shell completion, or the reader of the help text is gone
         gone = isinstance(error.__context__, BrokenPipeError)
         return 0 if gone else int(error.code or 0)
@@ -137,6 +141,7 @@ def make_parser() -> Any:
     parser = typer.main.get_command(app)
     hide_types(parser)
     return parser
+
 
 def hide_types(parser: Any) -> None:
     """Leave Python's names of types out of the help: INPUT and the bare flags need none."""

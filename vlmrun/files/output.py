@@ -42,7 +42,8 @@ def errors_named(output: Path | str) -> Iterator[None]:
 def in_the_way(path: Path, output: Path) -> OutputError:
     return OutputError(
         f"{path} is in the way: vlmrun needs this name while it writes {output.name}",
-        "it may hold rows of a run that was killed; move it away, or choose another output",
+        "it may hold the rows of a run that was killed, and --exists overwrite leaves it, too: "
+        "move it away, or choose another output",
     )
 
 

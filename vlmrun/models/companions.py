@@ -11,12 +11,13 @@ from vlmrun.errors import CheckpointError, UnsupportedModel
 from vlmrun.models.checkpoints.folder import read_json, unreadable
 from vlmrun.models.family import Config
 from vlmrun.models.model import Model
+from vlmrun.models.templates import KNOWN
 from vlmrun.models.transforms import UNRUN
 
 COPY = "copy it from where the model comes from"
 OTHER_MODEL = "the files are of different models or versions; download them again"
 VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json")
-CROPPED = "the middle of every picture is seen, as the model's settings for timm say"
+CROPPED = "the middle of {} is seen, as the model's settings for timm say"
 TEMPLATE = "chat_template.jinja"
 GENERATION = "generation_config.json"
 # settings of transformers' generate() that change greedy answers and are not followed, with the
@@ -60,7 +61,7 @@ def check_companions(
                 "embed --dynamic-size shows pictures as they are, uncut",
             )
         check_tiling(model)
-        notes += (CROPPED,) * (is_cropped(model.config) and not dynamic)
+        notes += () if dynamic else crop_notes(model.config)
     if caption and model.family.prompt_style == "chat":
         notes += check_template(model)
     if caption:
@@ -70,9 +71,14 @@ def check_companions(
     return notes
 
 
-def is_cropped(config: Config) -> bool:
-    """Whether a configuration of timm's has pictures cut."""
-    return bool(config.get("image_processor", {}).get("do_center_crop"))
+def crop_notes(config: Config) -> tuple[str, ...]:
+    """A note where a configuration of timm's has pictures cut: all of them where they are scaled
+    to more than the tower's square, else those of another shape."""
+    settings = config.get("image_processor", {})
+    if not settings.get("do_center_crop"):
+        return ()
+    all_of_them = settings["size"]["shortest_edge"] > settings["crop_size"]["width"]
+    return (CROPPED.format("every picture" if all_of_them else "a picture that is not square"),)
 
 
 def check_channels(model: Model) -> None:
@@ -205,7 +211,13 @@ def read_template(model: Model) -> str:
     assert model.source.folder is not None
     found = find_template(model.source.folder) or model.family.chat_template(model.config)
     if not found:
-        raise CheckpointError(f"{TEMPLATE} is missing, and no other file has one", COPY)
+        decoder = model.architecture.decoder
+        assert decoder is not None
+        raise CheckpointError(
+            f"{TEMPLATE} is missing, no other file has one, and the prompts of a {decoder.kind} "
+            f"decoder of {decoder.vocabulary} tokens are not known",
+            f"{COPY}; known are those of {KNOWN[model.family.name]}",
+        )
     return found
 
 

@@ -13,7 +13,7 @@ from vlmrun.models.shapes import Architecture
 
 KV_HEADS = "decoder key-value heads"
 SHARED = r"language_model\..*\.[kv]_proj\."  # by the heads that several of the query share
-LAUNCH = "torchrun --nproc-per-node N -m vlmrun caption --tp INPUT..."
+LAUNCH = "torchrun --nproc-per-node N --no-python vlmrun caption --tp INPUT..."
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,3 +88,9 @@ JOYCAPTION = template(
     image="<|reserved_special_token_70|><><|reserved_special_token_71|>",
     default="You are a helpful image captioner.",
 )
+# whose prompts a family knows, by its name, for those who have to look for a template
+KNOWN = {
+    "LLaVA": "Vicuna, Llama 3, JoyCaption, and Mistral where its version is named",
+    "LLaVA-NeXT": "Vicuna, Llama 3, Mistral, Hermes on Yi, and Qwen",
+    "LLaVA-OneVision": "Qwen",
+}

@@ -60,7 +60,8 @@ class Captioner:
         self._entry = entry
         self._pictures = PicturePreprocessor(model)
         self._view = view_of(model, job)
-        self._asking = Prefix(model) if model.family.prompt_style == "prefix" else Chat(model)
+        asking = Prefix if model.family.prompt_style == "prefix" else Chat
+        self._asking = asking(model, sampled=job.generation.temperature > 0)
         self._prompts = job.prompts or (Prompt(model.family.default_prompt),)
         for prompt in self._prompts:  # what is refused of one is refused before any picture
             self._asking.input_ids(prompt.text, (1,), system=job.system)

@@ -41,8 +41,9 @@ class Chat:
         CheckpointError: a file or a setting is missing, or the files contradict each other.
     """
 
-    def __init__(self, model: Model) -> None:
-        self.vocabulary = read_vocabulary(model, default="TokenizersBackend")
+    def __init__(self, model: Model, *, sampled: bool = False) -> None:
+        """`sampled`: tokens are drawn, and the settings for that must be right, too."""
+        self.vocabulary = read_vocabulary(model, default="TokenizersBackend", sampled=sampled)
         self._template = read_template(model)
         self._form = self._choose_form()
 

@@ -57,10 +57,10 @@ def make_processors(
 
 
 def read_settings(
-    model: Model, *, stop_ids: Collection[int], placeholder_id: int
+    model: Model, *, stop_ids: Collection[int], placeholder_id: int, sampled: bool
 ) -> GenerationConfig:
     """A checkpoint's settings of generation, tried on a prompt of one token of a picture and two
-    tokens after it; sampling's too, which greedy search leaves alone.
+    tokens after it; sampling's where tokens are drawn, as greedy search leaves them alone.
 
     Raises:
         CheckpointError: one is not of its type, out of range, or names no token of the model's.
@@ -69,14 +69,15 @@ def read_settings(
     decoder = model.architecture.decoder
     assert decoder is not None
     prompt, logits = torch.tensor([[placeholder_id]]), torch.zeros(1, decoder.vocabulary)
-    two = Generation(max_new_tokens=2, temperature=1.0)
+    two = Generation(max_new_tokens=2, temperature=1.0 if sampled else 0.0)
 
     def attempt(values: Mapping[str, Any]) -> GenerationConfig:
         kept = {"_from_model_config": True} if file == "config.json" else {}
         settings: GenerationConfig = GenerationConfig.from_dict({**values, **kept})
-        chain = make_processors(settings, prompt, stop_ids=stop_ids, generation=two)
-        chain(prompt, logits.clone())
-        chain(torch.cat([prompt, prompt], dim=1), logits.clone())
+        for each in (settings, penalised_at_once(settings)):
+            chain = make_processors(each, prompt, stop_ids=stop_ids, generation=two)
+            chain(prompt, logits.clone())
+            chain(torch.cat([prompt, prompt], dim=1), logits.clone())
         return settings
 
     with quiet_transformers():
@@ -84,6 +85,14 @@ def read_settings(
             return attempt(values)
         except Exception as error:  # every setting is checked by other code, in other ways
             raise refused(error, f"{file}: {culprit(values, attempt)}") from error
+
+
+def penalised_at_once(settings: GenerationConfig) -> GenerationConfig:
+    """The settings, with the penalty on length from the first token on."""
+    own, decay = copy.copy(settings), settings.exponential_decay_length_penalty
+    if decay is not None:
+        own.exponential_decay_length_penalty = (0, decay[1])
+    return own
 
 
 def culprit(values: Mapping[str, Any], attempt: Callable[[Mapping[str, Any]], object]) -> str:
@@ -110,7 +119,7 @@ def processed(
 
     Raises:
         CheckpointError: a setting fails that did not when it was tried, as a penalty on length
-            whose start lay further on.
+            that grows beyond all numbers.
     """
     if not any(processors):
         return logits

@@ -21,9 +21,12 @@ class Prefix:
         CheckpointError: a file or a setting is missing, or the files contradict each other.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, *, sampled: bool = False) -> None:
+        """`sampled`: tokens are drawn, and the settings for that must be right, too."""
         # stock adds the places, too
-        self.vocabulary = read_vocabulary(model, default="GemmaTokenizer", added=PLACES)
+        self.vocabulary = read_vocabulary(
+            model, default="GemmaTokenizer", added=PLACES, sampled=sampled
+        )
         if self.vocabulary.tokenizer.bos_token_id is None:
             raise CheckpointError("tokenizer_config.json names no bos_token", COPY)
 

@@ -27,9 +27,11 @@ class Vocabulary:
     settings: GenerationConfig
 
 
-def read_vocabulary(model: Model, *, default: str, added: Sequence[str] = ()) -> Vocabulary:
+def read_vocabulary(
+    model: Model, *, default: str, added: Sequence[str] = (), sampled: bool = False
+) -> Vocabulary:
     """Read a folder's tokenizer, of the class `default` where it names none, with tokens `added`
-    where it lacks them, and the settings of generation.
+    where it lacks them, and the settings of generation, those of sampling where it is `sampled`.
 
     Raises:
         CheckpointError: a file or a setting is missing, or the files contradict each other.
@@ -44,7 +46,9 @@ def read_vocabulary(model: Model, *, default: str, added: Sequence[str] = ()) ->
     pad = tokenizer.pad_token_id
     pad_id = min(stop_ids) if pad is None else int(pad)
     check_vocabulary(pad_id, decoder.vocabulary)
-    settings = read_settings(model, stop_ids=stop_ids, placeholder_id=placeholder_id)
+    settings = read_settings(
+        model, stop_ids=stop_ids, placeholder_id=placeholder_id, sampled=sampled
+    )
     return Vocabulary(
         tokenizer, decoder.vocabulary, placeholder, placeholder_id, pad_id, stop_ids, settings
     )
