@@ -130,7 +130,7 @@ def naflex_group(folder: Path, size: tuple[int, int]) -> Group:
 
 @torch.no_grad()
 def test_f25_positions_of_naflex_are_resized_bilinearly(naflex: Path) -> None:
-    groups = joined([naflex_group(naflex, size) for size in [(90, 30), (20, 200), (31, 28)]])
+    groups = list(joined(naflex_group(naflex, size) for size in [(90, 30), (20, 200), (31, 28)]))
     [group] = groups
     stock = transformers.Siglip2Model.from_pretrained(naflex).eval()
     assert group.mask is not None

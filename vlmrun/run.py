@@ -7,7 +7,7 @@ was yielded has been written.
 import gc
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -66,9 +66,10 @@ class Summary:
 
 def run(
     job: Job, writer: Writer, *, measure: bool = False, progress: bool = False
-) -> Iterator[Summary]:
+) -> Generator[Summary, bool | None, None]:
     """Run a job to its end. The first summary comes when the model is ready, with none done;
-    the last one carries `measured` when asked for. `progress` draws downloads on stderr.
+    the last one carries `measured` when asked for. `progress` draws downloads on stderr. Sent
+    True, it writes what is finished and waits for its turn, and ends after one more summary.
 
     Raises:
         VlmrunError: the job cannot run; raised before torch is imported where the command
@@ -92,25 +93,33 @@ def run(
         loaded = time.perf_counter()
         total = len(job.images) + len(job.texts)
         summary = Summary(ready.plan, total=total, notes=ready.notes)
-        yield summary
+        if (yield summary):
+            return
         tokens = 0
         for batch in ready.batches:
-            for row in batch.rows:
-                writer.write(row)
             tokens += sum(row.tokens for row in batch.rows if isinstance(row, Caption))
-            summary = replace(
-                summary,
-                done=summary.done + batch.done,
-                failed=summary.failed + batch.failed,
-                seconds=time.perf_counter() - loaded,
-                failures=tuple(row for row in batch.rows if isinstance(row, Failure)),
-                notes=batch.notes,
-            )
-            yield summary
+            summary = written(batch, writer, summary, time.perf_counter() - loaded)
+            if (yield summary):
+                yield written(ready.rest(), writer, summary, summary.seconds)
+                return
         writer.commit()
         if peak is not None:
             measured = read_measures(peak, ready.entry, loaded - start, summary.seconds, tokens)
             yield replace(summary, failures=(), notes=(), measured=measured)
+
+
+def written(batch: "Batch", writer: Writer, summary: Summary, seconds: float) -> Summary:
+    """The summary after a batch's rows are written."""
+    for row in batch.rows:
+        writer.write(row)
+    return replace(
+        summary,
+        done=summary.done + batch.done,
+        failed=summary.failed + batch.failed,
+        seconds=seconds,
+        failures=tuple(row for row in batch.rows if isinstance(row, Failure)),
+        notes=batch.notes,
+    )
 
 
 @contextmanager
@@ -128,11 +137,12 @@ def uncollected() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A model that is ready to run, and the batches it will run."""
+    """A model that is ready, its batches, and `rest`: one of what is finished and waits."""
 
     plan: Plan | None
     entry: "CachedModel"
     batches: Iterator["Batch"]
+    rest: Callable[[], "Batch"]
     notes: tuple[str, ...]
 
 
@@ -168,8 +178,8 @@ def prepare(job: Job, source: Source, stack: ExitStack) -> Ready:
     )
     notes += changed_products(plan, entry.plan)
     plan = entry.plan  # with the attention and the products that were found to work
-    task = Captioner if job.task == "caption" else Embedder
-    return Ready(plan, entry, task(job, model, plan, entry).batches(), (*model.notes, *notes))
+    task = (Captioner if job.task == "caption" else Embedder)(job, model, plan, entry)
+    return Ready(plan, entry, task.batches(), task.rest, (*model.notes, *notes))
 
 
 def agreed(plan: Plan, model: Model, job: Job, sizes: Sequence[Size]) -> Plan:
@@ -201,13 +211,15 @@ def prepare_whole(job: Job, source: Source, stack: ExitStack) -> Ready:
     """The same for a model of no known family, which is loaded whole and has no plan."""
     refuse_flags(job)
     from vlmrun.memory.cache import ModelCache  # late: as above
+    from vlmrun.tasks.batches import InTurn
     from vlmrun.tasks.whole import WholeCaptioner, open_whole
 
     whole = open_whole(job, source)
     cache = stack.enter_context(ModelCache(whole.nbytes))
     entry = stack.enter_context(cache.use(source.name, lambda: whole, nbytes=whole.nbytes))
     note = f"{source.name} is untested: loaded whole, its working memory is not planned"
-    return Ready(None, entry, WholeCaptioner(job, source, entry).batches(), (note,))
+    batches = WholeCaptioner(job, source, entry).batches()
+    return Ready(None, entry, batches, InTurn().rest, (note,))
 
 
 def refuse_flags(job: Job) -> None:
@@ -273,11 +285,7 @@ def format_pixels(pixels: int) -> str:
 
 
 def read_measures(
-    peak: PeakMemory,
-    entry: "CachedModel",
-    load_seconds: float,
-    run_seconds: float,
-    tokens: int,
+    peak: PeakMemory, entry: "CachedModel", load_seconds: float, run_seconds: float, tokens: int
 ) -> Measured:
     return Measured(
         load_seconds=load_seconds,

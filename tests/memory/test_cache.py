@@ -28,7 +28,7 @@ def onevision(tiny_onevision: Path) -> Ready:
 
 
 def embed(ready: Ready) -> Tensor:
-    groups = squares(PIXELS)
+    groups = list(squares(PIXELS))
     return torch.stack(embed_images(ready.entry, ready.model.architecture, groups, "pooled"))
 
 

@@ -136,10 +136,22 @@ def test_pictures_are_counted_in_ram_whatever_the_device() -> None:
     model = MODELS["onevision"]
     load = load_of(model, batch_size=2, image_pixels=10_000_000)
     cpu, gpu = (working_of(model, load, device=device) for device in ("cpu", "cuda:0"))
-    crops = 2 * 2 * 3 * 384 * 384 * 4
-    assert cpu.picture_bytes == gpu.picture_bytes == 200_000_000 + 3 * crops
+    crop = 3 * 384 * 384 * 4
+    assert cpu.picture_bytes == gpu.picture_bytes == 200_000_000 + (4 + 4 + 2 * 4) * crop
     assert gpu.runtime_bytes - cpu.runtime_bytes == GPU_RUNTIME_RAM_BYTES - RUNTIME_BYTES > 0
     assert cpu.activation_bytes == gpu.activation_bytes
+
+
+@pytest.mark.parametrize(
+    ("count", "ahead"), [(1, 0), (3, 0), (4, 1), (5, 2), (6, 3), (7, 3), (900, 3)]
+)
+def test_pixels_of_the_next_batch_are_counted_where_there_is_one(count: int, ahead: int) -> None:
+    model = MODELS["onevision"]
+    load = load_of(model, count=count, batch_size=3)
+    crop = 3 * 384 * 384 * 4
+    together = 2 * CROPS_AT_ONCE  # of the six crops of the batch
+    expected = 20 * 384 * 384 + (2 * 3 + 2 * ahead + together) * crop
+    assert working_of(model, load).picture_bytes == expected
 
 
 def test_what_does_not_run_needs_nothing() -> None:

@@ -134,7 +134,8 @@ def test_crops_that_differ_in_one_bit_are_two() -> None:
     other[2, 3, 3] = -0.0
     kept, places = caption.distinct([one, other, again])
     assert places == [0, 1, 0]
-    assert torch.equal(kept.view(torch.int32), torch.stack([one, other]).view(torch.int32))
+    found, expected = (torch.stack(each).view(torch.int32) for each in (kept, [one, other]))
+    assert torch.equal(found, expected)
 
 
 def test_a_batch_gives_what_each_prompt_gives(

@@ -61,7 +61,7 @@ def test_equals_timm(tower: Path, size: str, kind: str) -> None:
 
 def test_residency_and_company_never_change_the_result(tower: Path) -> None:
     sizes = [(30, 45), (30, 45), (70, 40), (30, 45), (28, 28)]
-    groups = joined([Group((padded(*size),)) for size in sizes])
+    groups = list(joined(Group((padded(*size),)) for size in sizes))
     assert [len(group.inputs[0]) for group in groups] == [2, 1, 1, 1]
     whole = run(tower, groups, "pooled", resident="100%")
     for resident in ("50%", "0%"):

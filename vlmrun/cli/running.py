@@ -164,6 +164,8 @@ def run_job(
             follow(screen, summary)
             ends = signals.received is not None or (flags.fail_fast and summary.failed > 0)
             if ends_for_all(ends, tp=job.placing.tp):
+                summary = end_early(steps, summary)
+                follow(screen, summary)
                 break
     if summary.failed or signals.received is not None:
         screen.error(f"{summary.done} done, {summary.failed} failed" + left(summary))
@@ -174,6 +176,15 @@ def run_job(
     if not summary.failed or screen.silent:  # torchrun ends all processes after a code of one
         return 0
     return 3 if summary.done else 1
+
+
+def end_early(steps: Generator["Summary", bool | None, None], summary: "Summary") -> "Summary":
+    """The summary of a run that is told to end: what is finished and waits for its turn is
+    written."""
+    try:
+        return steps.send(True)
+    except StopIteration:  # it had nothing left to do
+        return replace(summary, failures=(), notes=())
 
 
 def ends_for_all(ends: bool, *, tp: bool) -> bool:

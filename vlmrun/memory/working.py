@@ -46,6 +46,12 @@ class Workload:
         """Crops of one batch."""
         return self.batch_size * self.image.crops
 
+    @property
+    def crops_ahead(self) -> int:
+        """Crops of the next batch, which is read while one runs."""
+        left = max(0, self.count - self.batch_size)
+        return min(left, self.batch_size) * self.image.crops
+
     def crop_tokens(self, architecture: Architecture) -> int:
         """Vectors of one crop that a vision block works on. A decoder's pictures are cut to the
         tower's squares; without one, all tokens of a picture are those of its only crop."""
@@ -114,12 +120,16 @@ def vocabulary(architecture: Architecture, load: Workload) -> int:
 
 
 def picture_bytes(architecture: Architecture, load: Workload) -> int:
+    """One picture that is decoded, the pixels of a batch and of the next one, and those of the
+    crops that pass the embeddings together."""
     vision = architecture.vision
     if vision is None or "vision" not in load.phases:
         return 0
     pixels = max(vision.image_size**2, load.crop_tokens(architecture) * vision.patch_size**2)
     crop = vision.channels * pixels * Dtype.float32.itemsize
-    return DECODED_PIXEL_BYTES * load.image_pixels + 3 * load.crops * crop
+    together = 2 * min(load.crops, CROPS_AT_ONCE)  # side by side, then in the compute dtype
+    crops = load.crops + load.crops_ahead + together
+    return DECODED_PIXEL_BYTES * load.image_pixels + crops * crop
 
 
 def vision_bytes(architecture: Architecture, load: Workload, compute: Dtype) -> int:

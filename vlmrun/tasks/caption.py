@@ -33,14 +33,14 @@ def encode_pictures(
     """Encode a batch's pictures in one crossing of the tower: for each of `batch` the features
     [T, D] of its pictures one after the other, in the compute dtype. Crops of the same pixels
     pass the tower and the projector once."""
-    pixels, places = distinct([crop for pictures in batch for crop in pictures.pixel_values])
+    crops, places = distinct([crop for pictures in batch for crop in pictures.pixel_values])
     tower, first = architecture.vision, int(architecture.first_dropped)
     assert tower is not None
     with model.use("vision") as module:
         kept = hidden_states(
-            model, squares(pixels), architecture.feature_layers, prenorm=tower.class_token
+            model, squares(crops), architecture.feature_layers, prenorm=tower.class_token
         )
-        seen = [torch.cat(states, dim=-1)[:, first:] for states in kept]
+        seen = [torch.cat(hidden.states, dim=-1)[:, first:] for hidden in kept]
         if architecture.normed:
             with model.bound("vision.norm") as norm:
                 seen = [norm(states) for states in seen]
@@ -62,8 +62,8 @@ def encode_pictures(
     return found
 
 
-def distinct(crops: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """The crops [C, ...] that differ, in order, and for every crop given which of them it is. A
+def distinct(crops: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """The crops that differ, in order, and for every crop given which of them it is. A
     square picture's base view and its only tile are the same pixels, bit for bit."""
     numbers: dict[bytes, int] = {}
     kept: list[Tensor] = []
@@ -74,7 +74,7 @@ def distinct(crops: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
             numbers[key] = len(kept)
             kept.append(crop)
         places.append(numbers[key])
-    return torch.stack(kept), places
+    return kept, places
 
 
 def pack(

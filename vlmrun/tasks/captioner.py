@@ -1,18 +1,20 @@
 """The batches of a `caption` job: files in, one row per picture and prompt out."""
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from PIL.Image import Image
 
 from vlmrun.errors import ImageError, NotFinite
+from vlmrun.files.images import read_size
+from vlmrun.files.inputs import ImageInput
 from vlmrun.files.rows import Caption, Failure
 from vlmrun.job import Job, Prompt
 from vlmrun.memory.cached_model import CachedModelWithPartialLoad
 from vlmrun.memory.plan import Plan
 from vlmrun.memory.workload import view_of
 from vlmrun.models.model import Model
+from vlmrun.tasks.batches import Finished, InTurn, Reading, alike, overlapped
 from vlmrun.tasks.caption import Pictures, encode_pictures
 from vlmrun.tasks.chat import Chat
 from vlmrun.tasks.decode import Decoded, DecodeRow, decode
@@ -28,7 +30,7 @@ from vlmrun.tasks.samples import (
     inputs_of,
     notes_of,
     overflowed,
-    read_samples,
+    read_sample,
 )
 
 
@@ -54,6 +56,8 @@ class Captioner:
     ) -> None:
         assert model.architecture.decoder is not None
         self._job = job
+        self._turns = InTurn()
+        self._options = decode_options(job)
         self._decoder = model.architecture.decoder
         self._model = model
         self._plan = plan
@@ -67,43 +71,65 @@ class Captioner:
             self._asking.input_ids(prompt.text, (1,), system=job.system)
 
     def batches(self) -> Iterator[Batch]:
-        options = decode_options(self._job)
         numbered = list(enumerate(inputs_of(self._job)))
-        rows_at_once = self._plan.workload.batch_size
-        for group in batched(numbered, max(1, rows_at_once // len(self._prompts))):
-            start = time.perf_counter()
-            found = read_samples(group, options, cut=self._cut)
-            asked = [item for item in found if not isinstance(item, Failure)]
-            answers = iter(self._answer(asked))
-            each = (time.perf_counter() - start) * 1000 / len(group)
-            rows = [
-                (item,)
-                if isinstance(item, Failure)
-                else tuple(self._rows(item, next(answers), each))
-                for item in found
-            ]
-            failed = sum(any(isinstance(row, Failure) for row in own) for own in rows)
-            yield Batch(
-                tuple(row for own in rows for row in own),
-                done=len(rows) - failed,
-                failed=failed,
-                notes=notes_of(asked),
-            )
+        size = max(1, self._plan.workload.batch_size // len(self._prompts))
+        tiled = self._model.architecture.tiling is not None and self._view.detail == "high"
+        alone = size == 1 or not tiled  # else pictures of different size cost different numbers
+        groups = batched(numbered, size) if alone else alike(numbered, size, self._cost)
+        count = -(-len(numbered) // size)
+        for group in overlapped(groups, self._read, self._finish, count=count):
+            yield self._turns.take(group)
 
-    def _cut(self, image: Image) -> Question:
-        """Raises ImageError where the decoder has no room for what the picture costs."""
-        pictures = self._pictures.pictures([image], view=self._view)
-        system = self._job.system
-        costs = pictures.tokens
+    def rest(self) -> Batch:
+        """What is finished and waits for its turn, for a run that ends early."""
+        return self._turns.rest()
+
+    def _cost(self, image: ImageInput) -> int:
+        """Tokens of a picture by its header; of one that will be an error row, none."""
+        try:
+            width, height = read_size(image, options=self._options)
+        except ImageError:
+            return 0
+        model = self._model
+        return model.family.image_cost(model.architecture, width, height, self._view).tokens
+
+    def _read(self, index: int, image: ImageInput) -> Sample[Pictures] | Failure:
+        return read_sample(index, image, self._options, cut=self._cut)
+
+    def _cut(self, image: Image) -> Pictures:
+        return self._pictures.pictures([image], view=self._view)
+
+    def _finish(self, reading: Reading[Pictures]) -> list[tuple[int, Finished]]:
+        """The rows of a batch's pictures, each with the picture's place."""
+        found = [self._asked(read) for read in reading.found]
+        asked = [item for item in found if not isinstance(item, Failure)]
+        answers = iter(self._answer(asked))
+        each = reading.ms_each()
+        finished = [
+            Finished((item,))
+            if isinstance(item, Failure)
+            else Finished(tuple(self._rows(item, next(answers), each)), notes_of([item]))
+            for item in found
+        ]
+        return list(zip(reading.places, finished, strict=True))
+
+    def _asked(self, read: Sample[Pictures] | Failure) -> Asked | Failure:
+        """A picture with what is asked of it; a failure where the decoder has no room for what
+        it costs."""
+        if isinstance(read, Failure):
+            return read
+        system, costs = self._job.system, read.pixels.tokens
         ids = [self._asking.input_ids(p.text, costs, system=system) for p in self._prompts]
         longest = max(map(len, ids))
         if longest >= self._decoder.positions:
-            raise ImageError(
+            error = ImageError(
                 f"takes {longest} tokens with its prompt, "
                 f"the model has {self._decoder.positions} positions; "
                 "use --detail low or a shorter prompt"
             )
-        return Question(pictures, tuple(ids))
+            return failure(error, path=read.path)
+        question = Question(read.pixels, tuple(ids))
+        return Sample(read.index, read.path, read.sha256, read.notes, question)
 
     def _answer(self, asked: Sequence[Asked]) -> list[list[Decoded | NotFinite]]:
         """Generate for every picture, in order, and for every prompt, in order."""
@@ -116,20 +142,22 @@ class Captioner:
             for sample, encoded in zip(asked, features, strict=True)
             for ids in sample.pixels.input_ids
         ]
-        decoded: list[Decoded] = []
-        for group in batched(rows, self._plan.workload.batch_size):
-            decoded += decode(
+        by_length = sorted(range(len(rows)), key=lambda at: len(rows[at].input_ids))
+        decoded: dict[int, Decoded] = {}
+        for places in map(sorted, batched(by_length, self._plan.workload.batch_size)):
+            made = decode(
                 self._entry,
                 self._decoder,
-                group,
+                [rows[at] for at in places],
                 vocabulary=self._asking.vocabulary,
                 generation=self._job.generation,
             )
+            decoded.update(zip(places, made, strict=True))
         answers = [
-            answer
-            if answer.finite
-            else self._overflow(pictures[i // len(self._prompts)], row, answer)
-            for i, (row, answer) in enumerate(zip(rows, decoded, strict=True))
+            decoded[at]
+            if decoded[at].finite
+            else self._overflow(pictures[at // len(self._prompts)], row, decoded[at])
+            for at, row in enumerate(rows)
         ]
         return list(batched(answers, len(self._prompts)))
 

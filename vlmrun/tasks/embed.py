@@ -1,6 +1,6 @@
 """Pictures and texts to vectors of one space."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from vlmrun.tasks.vision import Group, hidden_states
 def embed_images(
     model: CachedModelWithPartialLoad,
     architecture: Architecture,
-    groups: Sequence[Group],
+    groups: Iterable[Group],
     kind: str,
 ) -> list[Tensor]:
     """Embed pictures, in the order given; a tensor of float32 on the CPU for each.
@@ -29,32 +29,33 @@ def embed_images(
     layers = architecture.vision.layers
     at = hidden_state(kind, layers)
     with model.use("vision"):
-        kept = hidden_states(model, groups, (layers if at is None else at,))
-        states = [state for [state] in kept]
+        found = hidden_states(model, groups, (layers if at is None else at,))
+        masks = [hidden.mask for hidden in found]
+        states = [state for hidden in found for state in hidden.states]
+        del found
         if at is None:
             with model.bound("vision.norm") as norm:
                 states = [norm(state) for state in states]
         if kind == "pooled":
             with model.bound("vision.head") as head:
-                pairs = zip(states, groups, strict=True)
-                states = [pooled(head, state, group) for state, group in pairs]
+                states = [pooled(head, *each) for each in zip(states, masks, strict=True)]
         else:
-            states = [unpadded(state, group) for state, group in zip(states, groups, strict=True)]
+            states = [unpadded(*each) for each in zip(states, masks, strict=True)]
         return [vector for state in states for vector in state.float().cpu()]
 
 
-def pooled(head: torch.nn.Module, states: Tensor, group: Group) -> Tensor:
-    """One vector [C, D] of patches [C, N, D]; padding of a group is not seen."""
-    mask = () if group.mask is None else (group.mask.to(states.device),)
-    vectors: Tensor = head(states, *mask)
+def pooled(head: torch.nn.Module, states: Tensor, mask: Tensor | None) -> Tensor:
+    """One vector [C, D] of patches [C, N, D]; padding is not seen."""
+    seen = () if mask is None else (mask.to(states.device),)
+    vectors: Tensor = head(states, *seen)
     return vectors
 
 
-def unpadded(states: Tensor, group: Group) -> Tensor:
+def unpadded(states: Tensor, mask: Tensor | None) -> Tensor:
     """Patches [C, N, D] with padding set to zero."""
-    if group.mask is None:
+    if mask is None:
         return states
-    return states.masked_fill(~group.mask.to(states.device)[..., None], 0)
+    return states.masked_fill(~mask.to(states.device)[..., None], 0)
 
 
 @torch.inference_mode()

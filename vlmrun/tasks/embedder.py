@@ -2,18 +2,21 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vlmrun.files.inputs import ImageInput
 from vlmrun.files.rows import Embedding, Failure
 from vlmrun.job import Job
 from vlmrun.memory.cached_model import CachedModelWithPartialLoad
 from vlmrun.memory.plan import Plan
 from vlmrun.memory.workload import view_of
 from vlmrun.models.model import Model
+from vlmrun.tasks.batches import Finished, Reading, batch_of, overlapped
 from vlmrun.tasks.embed import embed_images, embed_texts, unit_length
 from vlmrun.tasks.overflow import first_overflow
 from vlmrun.tasks.patches import picture_cutter
@@ -26,7 +29,7 @@ from vlmrun.tasks.samples import (
     inputs_of,
     notes_of,
     overflowed,
-    read_samples,
+    read_sample,
 )
 from vlmrun.tasks.scores import Scorer, make_scorer
 from vlmrun.tasks.texts import TextPreprocessor
@@ -40,6 +43,7 @@ class Embedder:
         self, job: Job, model: Model, plan: Plan, entry: CachedModelWithPartialLoad
     ) -> None:
         self._job = job
+        self._options = decode_options(job)
         self._model = model
         self._plan = plan
         self._entry = entry
@@ -62,28 +66,45 @@ class Embedder:
         yield from self._picture_batches()
         yield from said
 
+    def rest(self) -> Batch:
+        """Nothing waits: vectors are written in the order that they are made in."""
+        return batch_of([])
+
     def _picture_batches(self) -> Iterator[Batch]:
-        options = decode_options(self._job)
         numbered = list(enumerate(inputs_of(self._job)))
-        for group in batched(numbered, self._plan.workload.batch_size):
-            start = time.perf_counter()
-            assert self._cut is not None
-            found = read_samples(group, options, cut=self._cut)
-            samples = [item for item in found if not isinstance(item, Failure)]
-            vectors = iter(self._embed_pictures(samples))
-            each = (time.perf_counter() - start) * 1000 / len(group)
-            rows = [
-                item if isinstance(item, Failure) else self._row(next(vectors), each, item)
-                for item in found
+        size = self._plan.workload.batch_size
+        count = -(-len(numbered) // size)
+        yield from overlapped(batched(numbered, size), self._read, self._finish, count=count)
+
+    def _read(self, index: int, image: ImageInput) -> Sample[Group] | Failure:
+        assert self._cut is not None
+        return read_sample(index, image, self._options, cut=self._cut)
+
+    def _finish(self, reading: Reading[Group]) -> Batch:
+        samples = [item for item in reading.found if not isinstance(item, Failure)]
+        vectors = iter(self._embed_pictures(samples))
+        each = reading.ms_each()
+        return batch_of(
+            [
+                Finished((item,))
+                if isinstance(item, Failure)
+                else Finished((self._row(next(vectors), each, item),), notes_of([item]))
+                for item in reading.found
             ]
-            yield batch_of(rows, notes_of(samples))
+        )
 
     def _embed_pictures(self, samples: Sequence[Sample[Group]]) -> list[Tensor]:
+        """A vector of every picture; those of one file's bytes pass the tower once, and those of
+        one shape together."""
         if not samples:
             return []
-        groups = joined([sample.pixels for sample in samples])
-        kind = self._job.output_kind
-        return embed_images(self._entry, self._model.architecture, groups, kind)
+        distinct = {sample.sha256: sample.pixels for sample in samples}
+        ranked = sorted(distinct, key=lambda sha256: distinct[sha256].inputs[0].shape)
+        groups = joined([distinct[sha256] for sha256 in ranked])
+        architecture = self._model.architecture
+        vectors = embed_images(self._entry, architecture, groups, self._job.output_kind)
+        of_file = dict(zip(ranked, vectors, strict=True))
+        return [of_file[sample.sha256] for sample in samples]
 
     def _text_batches(self) -> Iterator[Batch]:
         if self._texts is None:
@@ -94,7 +115,7 @@ class Embedder:
             vectors = embed_texts(self._entry, ids)
             each = (time.perf_counter() - start) * 1000 / len(group)
             rows = [self._row(v, each, text) for v, text in zip(vectors, group, strict=True)]
-            yield batch_of(rows, notes)
+            yield replace(batch_of([Finished((row,)) for row in rows]), notes=notes)
 
     def _row(self, vector: Tensor, ms: float, source: Sample[Group] | str) -> Embedding | Failure:
         path = source.path if isinstance(source, Sample) else None
@@ -125,8 +146,3 @@ class Embedder:
         assert self._texts is not None
         again = partial(embed_texts, self._entry, self._texts.tokens([source])[0])
         return first_overflow(self._entry, self._model, "text", again)
-
-
-def batch_of(rows: list[Embedding | Failure], notes: Sequence[str]) -> Batch:
-    failed = sum(isinstance(row, Failure) for row in rows)
-    return Batch(tuple(rows), len(rows) - failed, failed, tuple(notes))

@@ -1,4 +1,7 @@
-"""Pictures of vectors become what their tower takes: squashed, at their own size, or NaFlex's."""
+"""Pictures of vectors become what their tower takes: squashed, at their own size, or NaFlex's.
+
+By Pillow and numpy: torch would fill and copy in its pool of threads, which the model uses.
+"""
 
 import json
 from collections.abc import Callable
@@ -13,7 +16,7 @@ from vlmrun.errors import CheckpointError
 from vlmrun.models.companions import OTHER_MODEL, read_image_settings
 from vlmrun.models.family import View
 from vlmrun.models.model import Model
-from vlmrun.tasks.crops import read_filter, read_levels
+from vlmrun.tasks.crops import read_filter, read_levels, zeros
 from vlmrun.tasks.preprocess import PicturePreprocessor
 from vlmrun.tasks.vision import Group
 
@@ -43,12 +46,13 @@ class FlatPatches:
         side = self.patch_size
         rows, columns = height // side, width // side
         values = np.asarray(scaled).reshape(rows, side, columns, side, 3).transpose(0, 2, 1, 3, 4)
-        pixels = torch.zeros(self.most, side, side, 3)
+        pixels = zeros(self.most, side, side, 3)
         for channel in range(3):
             found = self.levels[channel][values[..., channel]]
-            pixels[: rows * columns, ..., channel] = torch.from_numpy(found).flatten(0, 1)
+            pixels[: rows * columns, ..., channel] = found.reshape(-1, side, side)
         mask = torch.arange(self.most) < rows * columns
-        return Group((pixels.flatten(1)[None], torch.tensor([[rows, columns]])), mask[None])
+        numbers = torch.from_numpy(pixels).flatten(1)
+        return Group((numbers[None], torch.tensor([[rows, columns]])), mask[None])
 
 
 def picture_cutter(model: Model, view: View) -> Callable[[Image.Image], Group]:
@@ -73,12 +77,12 @@ def own_size(image: Image.Image, levels: npt.NDArray[np.float32], patch_size: in
     """A picture as it is, zeros on the right and below up to whole patches, as timm's
     `dynamic_img_pad` does it: [1, 3, H, W] float32."""
     height, width = (-(-side // patch_size) * patch_size for side in (image.height, image.width))
-    pixels = torch.zeros(1, 3, height, width)
+    pixels = zeros(1, 3, height, width)
     values = np.asarray(image)
     for channel in range(3):  # one at a time: a large picture is not held twice
-        found = torch.from_numpy(levels[channel][values[..., channel]])
+        found = levels[channel][values[..., channel]]
         pixels[0, channel, : image.height, : image.width] = found
-    return pixels
+    return torch.from_numpy(pixels)
 
 
 def read_patches(model: Model, most: int) -> FlatPatches:

@@ -1,4 +1,4 @@
-"""Picture files to pixels, a batch at a time; a bad one never stops the others."""
+"""Picture files to pixels, one at a time; a bad one never stops the others."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,6 @@ from vlmrun.files.images import DecodeOptions, decode_image
 from vlmrun.files.inputs import ImageInput
 from vlmrun.files.rows import Failure, Row
 from vlmrun.job import Job
-from vlmrun.nn.parallel import check_same
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -51,22 +50,6 @@ def inputs_of(job: Job) -> list[ImageInput]:
 
 def decode_options(job: Job) -> DecodeOptions:
     return DecodeOptions(background=job.background, max_pixels=job.max_pixels, frame=job.frame)
-
-
-def read_samples(
-    group: Sequence[tuple[int, ImageInput]],
-    options: DecodeOptions,
-    *,
-    cut: Callable[["Image"], T],
-) -> list[Sample[T] | Failure]:
-    """Decode a batch's pictures; several processes that share a model must have read the same.
-
-    Raises:
-        ImageError: they have not.
-    """
-    found = [read_sample(index, image, options, cut=cut) for index, image in group]
-    check_same([item.message if isinstance(item, Failure) else item.sha256 for item in found])
-    return found
 
 
 def read_sample(

@@ -1,6 +1,6 @@
 """The vision tower, layer by layer: one crossing of a block's weights serves all crops."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -25,60 +25,72 @@ class Group:
     mask: Tensor | None = None
 
 
-def squares(pixels: Tensor) -> list[Group]:
-    """Groups of crops [C, 3, S, S] that are all alike."""
-    return [Group((part,)) for part in torch.split(pixels, CROPS_AT_ONCE)]
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """What became of a group: the hidden states that were kept, [C, N, D] each, and its mask."""
+
+    states: list[Tensor]
+    mask: Tensor | None
 
 
-def joined(groups: Sequence[Group]) -> list[Group]:
+def squares(crops: Sequence[Tensor] | Tensor) -> Iterator[Group]:
+    """Groups of crops [3, S, S] that are all alike."""
+    for start in range(0, len(crops), CROPS_AT_ONCE):
+        yield Group((torch.stack([*crops[start : start + CROPS_AT_ONCE]]),))
+
+
+def joined(groups: Iterable[Group]) -> Iterator[Group]:
     """Groups of neighbours of one shape, put together as far as they may pass a block together."""
-    found: list[Group] = []
     for _, alike in groupby(groups, key=lambda group: group.inputs[0].shape[1:]):
         for part in batched(list(alike), CROPS_AT_ONCE):
             inputs = tuple(map(torch.cat, zip(*(group.inputs for group in part), strict=True)))
             masks = [group.mask for group in part if group.mask is not None]
-            found.append(Group(inputs, torch.cat(masks) if masks else None))
-    return found
+            yield Group(inputs, torch.cat(masks) if masks else None)
 
 
 def hidden_states(
     model: CachedModelWithPartialLoad,
-    groups: Sequence[Group],
+    groups: Iterable[Group],
     keep: tuple[int, ...],
     *,
     prenorm: bool = False,
-) -> list[list[Tensor]]:
-    """Run groups of crops through the tower up to the deepest layer in `keep`.
+) -> list[Hidden]:
+    """Run groups of crops through the tower up to the deepest layer in `keep`. Pixels are of no
+    use after the embeddings: groups that are put together as they are asked for lie in memory
+    one at a time.
 
-    prenorm: a norm of its own follows the embeddings, as CLIP's does. Returns for each group
-    the kept hidden states, [C, N, D] each in the compute dtype, before the final norm; index 0
-    is the embeddings, K the output of block K.
+    prenorm: a norm of its own follows the embeddings, as CLIP's does. Kept states are in the
+    compute dtype, before the final norm; index 0 is the embeddings, K the output of block K.
     """
     device = model.compute_device
+    states: list[Tensor] = []
+    given: list[Tensor | None] = []
     with model.bound("vision.embeddings") as embed:
-        states = [embed(*(x.to(device) for x in group.inputs)) for group in groups]
+        for group in groups:
+            states.append(embed(*(x.to(device) for x in group.inputs)))
+            given.append(group.mask)
     if prenorm:
         with model.bound("vision.prenorm") as norm:
             states = [norm(state) for state in states]
-    masks: list[Tensor | None] = [None] * len(groups)
+    masks: list[Tensor | None] = []
     kept = {0: list(states)} if 0 in keep else {}
     for index in range(1, max(keep) + 1):
         with model.bound(f"vision.layers.{index - 1}") as block:
             if index == 1:
-                pairs = zip(groups, states, strict=True)
-                masks = [block_mask(block, group, state) for group, state in pairs]
+                pairs = zip(given, states, strict=True)
+                masks = [block_mask(block, mask, state) for mask, state in pairs]
             for i, mask in enumerate(masks):  # one group at a time: the old states go at once
                 states[i] = block(states[i], mask)
         if index in keep:
             kept[index] = list(states)
-    return [[kept[index][i] for index in keep] for i in range(len(groups))]
+    return [Hidden([kept[index][i] for index in keep], mask) for i, mask in enumerate(given)]
 
 
-def block_mask(block: nn.Module, group: Group, states: Tensor) -> Tensor | None:
+def block_mask(block: nn.Module, given: Tensor | None, states: Tensor) -> Tensor | None:
     """What the tower's blocks take as their attention mask, in the form of their backend."""
-    if group.mask is None:
+    if given is None:
         return None
     config = block.self_attn.config  # type: ignore[union-attr]
-    mask = group.mask.to(states.device)
+    mask = given.to(states.device)
     made: Tensor | None = create_bidirectional_mask(config, states, mask)
     return made
