@@ -10,6 +10,7 @@ from torch import nn
 from vlmrun.errors import CheckpointError, UnsupportedModel, UsageError
 from vlmrun.memory.attention import FLASH, TOWERS, Attention, head_dim, hint_of
 from vlmrun.memory.cached_model import CachedModelWithPartialLoad
+from vlmrun.memory.calls import give_calls
 from vlmrun.memory.kernels import settle_products
 from vlmrun.memory.plan import Plan, Storage
 from vlmrun.models.checkpoints.checkpoint import TensorInfo
@@ -54,6 +55,7 @@ def load(model: Model, plan: Plan) -> CachedModelWithPartialLoad:
         join_parts(module, model)
         share_heads(module, model)
     plan = settle_products(module, plan)
+    give_calls(module, plan)
     gather_tables(module, model, plan, reader)
     materialise_buffers(module, plan.storage.device)
     return CachedModelWithPartialLoad(module.eval(), model, plan, reader)

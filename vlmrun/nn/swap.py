@@ -11,6 +11,7 @@ from torch import nn
 
 from vlmrun.errors import UnsupportedModel
 from vlmrun.nn.attention import CastMultiheadAttention
+from vlmrun.nn.decoder import DecoderBlock
 from vlmrun.nn.embedding import CastEmbedding, ClassEmbedding, PatchEmbedding
 from vlmrun.nn.linear import CastLinear
 from vlmrun.nn.norm import CastGemmaNorm, CastLayerNorm, CastRMSNorm
@@ -47,6 +48,11 @@ def _linear(layer: nn.Module, _: torch.dtype) -> nn.Module:
 def _layer_norm(layer: nn.Module, _: torch.dtype) -> nn.Module:
     assert isinstance(layer, nn.LayerNorm)
     return CastLayerNorm(layer.normalized_shape[0], eps=layer.eps)
+
+
+def _decoder_block(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
+    swap_layers(layer, dtype)
+    return DecoderBlock(layer)
 
 
 def _rms_norm(layer: nn.Module, _: torch.dtype) -> nn.Module:
@@ -118,6 +124,11 @@ REPLACEMENTS: Mapping[str, Replace] = {
     "torch.nn.modules.activation.MultiheadAttention": _attention,
     f"{MODELS}.gemma.modeling_gemma.GemmaRMSNorm": _gemma_norm,
     f"{MODELS}.gemma.modeling_gemma.GemmaTextScaledWordEmbedding": _scaled_embedding,
+    f"{MODELS}.gemma.modeling_gemma.GemmaDecoderLayer": _decoder_block,
+    f"{MODELS}.gemma2.modeling_gemma2.Gemma2DecoderLayer": _decoder_block,
+    f"{MODELS}.llama.modeling_llama.LlamaDecoderLayer": _decoder_block,
+    f"{MODELS}.mistral.modeling_mistral.MistralDecoderLayer": _decoder_block,
+    f"{MODELS}.qwen2.modeling_qwen2.Qwen2DecoderLayer": _decoder_block,
     f"{MODELS}.gemma2.modeling_gemma2.Gemma2RMSNorm": _gemma_norm,
     f"{MODELS}.gemma2.modeling_gemma2.Gemma2TextScaledWordEmbedding": _scaled_embedding,
     f"{MODELS}.llama.modeling_llama.LlamaRMSNorm": _rms_norm,

@@ -15,8 +15,8 @@ from transformers import masking_utils
 from vlmrun.job import Generation
 from vlmrun.memory.cached_model import CachedModelWithPartialLoad
 from vlmrun.models.shapes import Decoder
+from vlmrun.nn.kv import KVCache
 from vlmrun.nn.parallel import from_first
-from vlmrun.tasks.kv import KVCache
 from vlmrun.tasks.logits import make_processors, processed
 from vlmrun.tasks.tokenizer import decode as text_of
 from vlmrun.tasks.vocabulary import Vocabulary
@@ -107,7 +107,13 @@ class Steps:
         kv_shape = (batch, shape.kv_heads, length + new_tokens, shape.head_dim)
         self._decoder = module.get_submodule("model.language_model")
         self._head = module.get_submodule("lm_head")
-        self._cache = KVCache(shape.layers, kv_shape, dtype=embeds.dtype, device=embeds.device)
+        self._cache = KVCache(
+            shape.layers,
+            kv_shape,
+            dtype=embeds.dtype,
+            device=embeds.device,
+            starts=(1 - mask).sum(dim=1),
+        )
         self._first = shape.first_position
         self._prefix = shape.prefix
         text = module.config.get_text_config()  # type: ignore[operator,union-attr]

@@ -11,13 +11,14 @@ import torch
 from vlmrun.nn.kernels import compile_product, page_out
 from vlmrun.nn.kernels.products import PANEL, product
 
-ROWS = (1, 2, 3, 4, 5, 6, 7, 11, PANEL, PANEL + 1, 100)
-SHAPES = ((1, 5), (3, 8), (4, 1), (5, 33), (17, 100), (64, 768), (7, 4867))  # [N, K]
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROWS = (1, 2, 3, 4, 5, 8, 9, 11, PANEL, PANEL + 1, 100)
+SHAPES = ((1, 5), (3, 8), (4, 1), (5, 33), (17, 100), (64, 768), (1100, 9), (7, 4867))  # [N, K]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+    numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+    return (40 * numbers).clamp(-127, 127).to(dtype) if dtype == torch.int8 else numbers.to(dtype)
 
 
 @pytest.mark.parametrize("wide", [True, False])
@@ -31,6 +32,10 @@ def test_products_are_those_of_double_precision(dtype: torch.dtype, wide: bool) 
             size = x.double().abs() @ weight.double().abs().t()  # of what is added up
             error = (product(x, weight, wide=wide) - exact).abs() / size
             assert error.max() < 1e-6, (shape, rows)
+
+
+def test_no_rows_have_no_product() -> None:
+    assert product(torch.ones(0, 8), random(5, 8, dtype=torch.bfloat16)).shape == (0, 5)
 
 
 @pytest.mark.parametrize("wide", [True, False])
@@ -54,6 +59,11 @@ def test_every_half_is_widened_exactly() -> None:
         halves = bits.to(torch.int16).view(dtype)[:, None]
         found, expected = product(torch.ones(1, 1), halves)[0], halves[:, 0].float()
         assert bool(((found == expected) | (found.isnan() & expected.isnan())).all())
+
+
+def test_every_int8_is_widened_exactly() -> None:
+    whole = torch.arange(-128, 128, dtype=torch.int8)[:, None]
+    assert torch.equal(product(torch.ones(1, 1), whole)[0], whole[:, 0].float())
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 9])
@@ -82,9 +92,8 @@ def test_bits_do_not_depend_on_threads() -> None:
 def test_what_is_compiled_is_kept(tmp_path: Path) -> None:
     """A second process compiles nothing: its cache is not written to."""
     code = (
-        "import torch; from vlmrun.nn.kernels.products import product, rows_of_1;"
-        "product(torch.ones(1, 8), torch.ones(8, 8, dtype=torch.bfloat16));"
-        "print(sum(rows_of_1.stats.cache_hits.values()))"
+        "import torch; from vlmrun.nn.kernels.products import bits, entry;"
+        "print(entry(bits(torch.bfloat16), 1, 1).cache_hits)"
     )
     command = [sys.executable, "-c", code]
     environment = {"NUMBA_CACHE_DIR": str(tmp_path), "PATH": ""}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 MADV_PAGEOUT = 21  # linux/mman.h
-MANY_ROWS = 6  # and more take one loop
+MANY_ROWS = 9  # and more take one block
 Product = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -6,13 +6,29 @@ because the compiler keeps plain variables in registers and caches functions wit
 x: [M, K] float32; w: [N, K] as stored; out: [M, N] float32; m, n: where the block begins.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
 FAST = {"reassoc", "contract", "nsz"}  # sums in any order; what is not finite stays so
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def inner(function: Function) -> Function:
+    """Compile what compiled code alone calls: nothing is made for Python, and nothing is raised."""
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy"}
+    compiled: Function = njit(fastmath=FAST, **options)(function)  # type: ignore[call-overload]
+    return compiled
+
+
+def inlined(function: Function) -> Function:
+    """The same, written into whatever calls it: cheaper to compile where that is one place."""
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy"}
+    compiled: Function = njit(inline="always", **options)(function)  # type: ignore[call-overload]
+    return compiled
 
 
 def widened(stored: Any) -> Any:
@@ -48,7 +64,7 @@ def _of_float16(stored: Any) -> Any:
     return np.uint32(wide | ((bits & np.uint32(0x8000)) << np.uint32(16))).view(np.float32)
 
 
-@njit(fastmath=FAST)
+@inner
 def block_1x1(x: Any, w: Any, out: Any, m: int, n: int) -> None:
     w0 = w[n]
     x0 = x[m]
@@ -60,7 +76,33 @@ def block_1x1(x: Any, w: Any, out: Any, m: int, n: int) -> None:
     out[m, n] = s00
 
 
-@njit(fastmath=FAST)
+@inner
+def block_1x2(x: Any, w: Any, out: Any, m: int, n: int) -> None:
+    w0 = w[n]
+    x0, x1 = x[m], x[m + 1]
+    s00 = s01 = np.float32(0)
+    for k in range(w0.shape[0]):
+        v0 = widened(w0[k])
+        s00 += v0 * x0[k]
+        s01 += v0 * x1[k]
+    out[m, n], out[m + 1, n] = s00, s01
+
+
+@inner
+def block_1x4(x: Any, w: Any, out: Any, m: int, n: int) -> None:
+    w0 = w[n]
+    x0, x1, x2, x3 = x[m], x[m + 1], x[m + 2], x[m + 3]
+    s00 = s01 = s02 = s03 = np.float32(0)
+    for k in range(w0.shape[0]):
+        v0 = widened(w0[k])
+        s00 += v0 * x0[k]
+        s01 += v0 * x1[k]
+        s02 += v0 * x2[k]
+        s03 += v0 * x3[k]
+    out[m, n], out[m + 1, n], out[m + 2, n], out[m + 3, n] = s00, s01, s02, s03
+
+
+@inner
 def block_4x2(x: Any, w: Any, out: Any, m: int, n: int) -> None:
     w0, w1, w2, w3 = w[n], w[n + 1], w[n + 2], w[n + 3]
     x0, x1 = x[m], x[m + 1]
@@ -87,7 +129,7 @@ def block_4x2(x: Any, w: Any, out: Any, m: int, n: int) -> None:
     out[m + 1, n], out[m + 1, n + 1], out[m + 1, n + 2], out[m + 1, n + 3] = s01, s11, s21, s31
 
 
-@njit(fastmath=FAST)
+@inner
 def block_3x4(x: Any, w: Any, out: Any, m: int, n: int) -> None:
     w0, w1, w2 = w[n], w[n + 1], w[n + 2]
     x0, x1, x2, x3 = x[m], x[m + 1], x[m + 2], x[m + 3]
@@ -120,7 +162,7 @@ def block_3x4(x: Any, w: Any, out: Any, m: int, n: int) -> None:
     out[m + 3, n], out[m + 3, n + 1], out[m + 3, n + 2] = s03, s13, s23
 
 
-@njit(fastmath=FAST)
+@inner
 def block_4x4(x: Any, w: Any, out: Any, m: int, n: int) -> None:
     w0, w1, w2, w3 = w[n], w[n + 1], w[n + 2], w[n + 3]
     x0, x1, x2, x3 = x[m], x[m + 1], x[m + 2], x[m + 3]
@@ -159,7 +201,7 @@ def block_4x4(x: Any, w: Any, out: Any, m: int, n: int) -> None:
     out[m + 3, n], out[m + 3, n + 1], out[m + 3, n + 2], out[m + 3, n + 3] = s03, s13, s23, s33
 
 
-@njit(fastmath=FAST)
+@inner
 def block_4x6(x: Any, w: Any, out: Any, m: int, n: int) -> None:
     w0, w1, w2, w3 = w[n], w[n + 1], w[n + 2], w[n + 3]
     x0, x1, x2, x3, x4, x5 = x[m], x[m + 1], x[m + 2], x[m + 3], x[m + 4], x[m + 5]

@@ -4,98 +4,147 @@ Every number of the result is the sum that one thread makes over the whole of K,
 depend on the shapes alone: neither on the number of threads nor on where a weight lies.
 """
 
+from functools import cache
 from typing import Any
 
 import numba
+import numpy as np
 import torch
 from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]
-from numba import njit, prange
+from numba import cfunc, types
+from numba.extending import overload
 from torch import Tensor
 
 from vlmrun.nn.kernels.blocks import (
-    FAST,
     block_1x1,
+    block_1x2,
+    block_1x4,
     block_3x4,
     block_4x2,
     block_4x4,
     block_4x6,
 )
+from vlmrun.nn.kernels.claims import LINE, claim, launch, placed, task_size
 
 PANEL = 48  # rows of the input that are kept in a core's cache while the weight passes
+SHORT = 2048  # numbers in a row of a weight: up to which few rows of the input take them singly
+FEW = 8
 
-
-WIDE = bool(get_host_cpu_features().get("avx512f"))  # 32 registers instead of 16
+# what a call is told, by place: sizes and addresses
+ROWS, COLUMNS, DEPTH, THREADS, X, WEIGHT, RESULT, NUMBERS = range(8)
 BITS = {
     torch.bfloat16: torch.uint16,
     torch.float16: torch.int16,
     torch.float32: torch.float32,
     torch.int8: torch.int8,
 }
+Block = tuple[int, int]  # rows of the weight, rows of the input
+BLOCKS: dict[Block, Any] = {
+    (1, 1): block_1x1,
+    (1, 2): block_1x2,
+    (1, 4): block_1x4,
+    (3, 4): block_3x4,
+    (4, 2): block_4x2,
+    (4, 4): block_4x4,
+    (4, 6): block_4x6,
+}
+
+
+def has_wide_registers() -> bool:
+    """Whether code is made for AVX-512, with 32 registers instead of 16."""
+    named: str | None = numba.config.CPU_FEATURES  # type: ignore[attr-defined]
+    found = get_host_cpu_features().flatten() if named is None else named
+    return "+avx512f" in found.split(",")
+
+
+WIDE = has_wide_registers()
 
 
 def product(x: Tensor, weight: Tensor, *, wide: bool = WIDE) -> Tensor:
     """Compute x @ weight.T: [M, K] float32 by [N, K] as stored, both on the CPU, gives [M, N]
     float32. `wide`: for a CPU with AVX-512."""
-    rows, columns = x.shape[0], weight.shape[0]
-    if columns < 4:
-        size, loop = 1, rows_of_1
-    else:
-        size, loop = loop_of(rows, wide=wide)
-    filled = x.new_zeros(max(rows, size), x.shape[1]) if rows < size else x.contiguous()
-    if rows < size:
-        filled[:rows] = x
-    out = torch.empty(filled.shape[0], columns)
-    most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
-    numba.set_num_threads(min(torch.get_num_threads(), most))
-    stored = weight.contiguous().view(BITS[weight.dtype])
-    loop(filled.numpy(), stored.numpy(), out.numpy())
+    x, weight = x.contiguous(), weight.contiguous()
+    (rows, depth), columns = x.shape, weight.shape[0]
+    block = choose_block(rows, columns, depth, wide=wide)
+    if rows < block[1]:
+        x = torch.cat([x, x.new_zeros(block[1] - rows, depth)])
+    out = x.new_empty(len(x), columns)
+    threads = threads_now()
+    told = [len(x), columns, depth, threads, x.data_ptr(), weight.data_ptr(), out.data_ptr()]
+    job = torch.tensor(told + [0] * 2 * LINE)
+    numba.set_num_threads(threads)
+    launch(threads, address_of(weight.dtype, block), job.data_ptr())
     return out[:rows]
 
 
-def loop_of(rows: int, *, wide: bool) -> tuple[int, Any]:
-    """The loop for so many rows of the input, and how many it takes at least: measured with
-    shapes of SigLIP and Qwen2 on Zen 5, as it is and held to AVX2."""
-    if rows < 3:
-        return rows, rows_of_1 if rows == 1 else rows_of_2
+def choose_block(rows: int, columns: int, depth: int, *, wide: bool) -> Block:
+    """The block for so many rows of an input and a weight [columns, depth], as measured with
+    shapes of SigLIP and Qwen2 on Zen 5, as it is and held to AVX2. Short rows of a weight that
+    few rows of the input meet are taken one at a time, which reads memory in one stream."""
+    if rows == 1 or columns < 4:
+        return 1, 1
+    if depth <= SHORT and rows <= FEW:
+        return 1, 2 if rows < 4 else 4
+    if rows < 4:
+        return 4, 2
     if not wide:
-        return 4, rows_of_4_narrow
-    return (4, rows_of_4) if rows < 5 else (6, rows_of_6)
+        return 3, 4
+    return 4, 4 if rows < 6 else 6
 
 
-@njit(parallel=True, fastmath=FAST, cache=True)
-def rows_of_1(x: Any, w: Any, out: Any) -> None:
-    for m in range(x.shape[0]):
-        for n in prange(w.shape[0]):
-            block_1x1(x, w, out, m, n)
+def threads_now() -> int:
+    most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+    return min(torch.get_num_threads(), most)
 
 
-@njit(parallel=True, fastmath=FAST, cache=True)
-def rows_of_2(x: Any, w: Any, out: Any) -> None:
-    for at in prange((w.shape[0] + 3) // 4):
-        for m in range(0, x.shape[0], 2):
-            block_4x2(x, w, out, min(m, x.shape[0] - 2), min(4 * at, w.shape[0] - 4))
+@cache
+def address_of(stored: torch.dtype, block: Block) -> int:
+    """Where the code for weights of this dtype and blocks of this size lies."""
+    address: int = entry(bits(stored), *block).address
+    return address
 
 
-@njit(parallel=True, fastmath=FAST, cache=True)
-def rows_of_4_narrow(x: Any, w: Any, out: Any) -> None:
-    for start in range(0, x.shape[0], PANEL):
-        stop = min(start + PANEL, x.shape[0])
-        for at in prange((w.shape[0] + 2) // 3):
-            for m in range(start, stop, 4):
-                block_3x4(x, w, out, min(m, x.shape[0] - 4), min(3 * at, w.shape[0] - 3))
+def bits(dtype: torch.dtype) -> Any:
+    """What compiled code takes numbers of a dtype as."""
+    return np.dtype(str(BITS[dtype]).removeprefix("torch."))
 
 
-@njit(parallel=True, fastmath=FAST, cache=True)
-def rows_of_4(x: Any, w: Any, out: Any) -> None:
-    for at in prange((w.shape[0] + 3) // 4):
-        for m in range(0, x.shape[0], 4):
-            block_4x4(x, w, out, min(m, x.shape[0] - 4), min(4 * at, w.shape[0] - 4))
+def multiply(x: Any, w: Any, out: Any, m: int, n: int, high: int, wide: int) -> None:
+    """A block of constant size."""
+    raise NotImplementedError("compiled code only")
 
 
-@njit(parallel=True, fastmath=FAST, cache=True)
-def rows_of_6(x: Any, w: Any, out: Any) -> None:
-    for start in range(0, x.shape[0], PANEL):
-        stop = min(start + PANEL, x.shape[0])
-        for at in prange((w.shape[0] + 3) // 4):
-            for m in range(start, stop, 6):
-                block_4x6(x, w, out, min(m, x.shape[0] - 6), min(4 * at, w.shape[0] - 4))
+@overload(multiply, prefer_literal=True)
+def _multiply(x: Any, w: Any, out: Any, m: Any, n: Any, high: Any, wide: Any) -> Any:
+    if not isinstance(high, types.IntegerLiteral):
+        return None
+    block = BLOCKS[high.literal_value, wide.literal_value]
+
+    def implementation(x: Any, w: Any, out: Any, m: Any, n: Any, high: Any, wide: Any) -> Any:
+        block(x, w, out, m, n)
+
+    return implementation
+
+
+def entry(stored: Any, high: int, wide: int) -> Any:
+    """What `launch` calls for weights of these numbers, compiled or read from the cache."""
+
+    @cfunc("void(int64)", cache=True)
+    def run(at: int) -> None:
+        job = placed(at, (NUMBERS,), np.int64)
+        cells = placed(at + 8 * NUMBERS, (2 * LINE,), np.int64)
+        rows, columns, size = job[ROWS], job[COLUMNS], task_size(job[COLUMNS], job[THREADS])
+        x = placed(job[X], (rows, job[DEPTH]), np.float32)
+        w = placed(job[WEIGHT], (columns, job[DEPTH]), stored)
+        out = placed(job[RESULT], (rows, columns), np.float32)
+        chunks = (columns + size - 1) // size
+        tasks = chunks * ((rows + PANEL - 1) // PANEL)
+        task = claim(cells, 0)
+        while task < tasks:
+            first, start = PANEL * (task // chunks), size * (task % chunks)
+            for n in range(start, min(start + size, columns), high):
+                for m in range(first, min(first + PANEL, rows), wide):
+                    multiply(x, w, out, min(m, rows - wide), min(n, columns - high), high, wide)
+            task = claim(cells, 0)
+
+    return run

@@ -53,7 +53,11 @@ class KVCache(Cache):  # type: ignore[misc]
         *,
         dtype: torch.dtype,
         device: torch.device,
+        starts: Tensor | None = None,
     ) -> None:
+        """starts: [B] int64, the positions at the left of each row that are padding; None for no
+        padding."""
+        self.starts = torch.zeros(shape[0], dtype=torch.int64) if starts is None else starts
         super().__init__(layers=[KVLayer(shape, dtype, device) for _ in range(blocks)])
 
     def advance(self, count: int) -> None:

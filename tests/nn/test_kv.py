@@ -9,7 +9,7 @@ from tiny import DECODER
 from torch import Tensor
 from transformers import DynamicCache, LlavaOnevisionForConditionalGeneration
 
-from vlmrun.tasks.kv import KVCache
+from vlmrun.nn.kv import KVCache
 
 BLOCKS, HEADS, WIDTH = 3, 2, DECODER["hidden_size"]
 HEAD_DIM = DECODER["hidden_size"] // DECODER["num_attention_heads"]
