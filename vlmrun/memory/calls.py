@@ -16,6 +16,7 @@ def give_calls(module: nn.Module, plan: Plan) -> None:
         return
     if not plan.storage.products.compiled:
         return
+    from vlmrun.nn.kernels import page_out
     from vlmrun.nn.kernels.call import BlockCall, address_of  # late: numba
 
     layers = (use.layer for use in plan.placements if use.layer.part == "decoder")
@@ -31,3 +32,4 @@ def give_calls(module: nn.Module, plan: Plan) -> None:
         vector = kept[f"{path}.input_layernorm.weight"]
         address_of(matrix, vector, compute, plan.workload.batch_size > 1)
         block.call = BlockCall(**parts)
+    page_out("llvmlite")

@@ -7,7 +7,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from vlmrun.nn.kernels.blocks import inner, widened
+from vlmrun.nn.kernels.blocks import inlined, inner, widened
 
 
 @inner
@@ -62,7 +62,7 @@ def _as_it_is(number: Any, like: Any) -> Any:
     return number
 
 
-@inner
+@inlined
 def scores(q: Any, keys: Any, base: int, first: int, stop: int, out: Any) -> None:
     """Products of a head [D] with the keys [D] from first to stop behind a base, by fours."""
     for t in range(first, stop - 3, 4):
@@ -84,7 +84,7 @@ def scores(q: Any, keys: Any, base: int, first: int, stop: int, out: Any) -> Non
         out[t] = s0
 
 
-@inner
+@inlined
 def softmax(out: Any, first: int, stop: int, cap: Any) -> Any:
     """Scores to weights, which are to be divided by what is returned. `cap`: Gemma 2's bound on
     scores; 0 for none."""
@@ -104,7 +104,7 @@ def softmax(out: Any, first: int, stop: int, cap: Any) -> Any:
     return total
 
 
-@inner
+@inlined
 def weighted(s: Any, values: Any, base: int, first: int, stop: int, out: Any) -> None:
     """The sum [D] of the values [D] from first to stop behind a base, each by its weight."""
     for d in range(out.shape[0]):

@@ -20,6 +20,7 @@ from vlmrun.nn.kernels.attention import (
     weighted,
 )
 from vlmrun.nn.kernels.blocks import (
+    FAST,
     block_1x1,
     block_1x2,
     block_1x4,
@@ -99,7 +100,7 @@ def span(x: Any, weight: Any, start: int, stop: int, out: Any) -> None:
                 block_4x4(x, weight, out, min(m, rows - 4), n)
 
 
-@inner
+@inlined
 def shut(g: Any, u: Any, gelu: int, start: int, stop: int) -> None:
     """silu(g) * u, or gelu(g) * u in its tanh form, in place of g: both are g by a logistic."""
     for m in range(g.shape[0]):
@@ -109,7 +110,7 @@ def shut(g: Any, u: Any, gelu: int, start: int, stop: int) -> None:
             g[m, n] = x / (np.float32(1) + exponential(-z)) * u[m, n]
 
 
-@inner
+@inlined
 def attend(job: Any, factors: Any, cached: Any, task: int, qkv: Any, out: Any) -> None:
     """What a task's heads of one row see: turn and store the new key, then attend to all."""
     q, k, v = qkv
@@ -140,7 +141,7 @@ def attend(job: Any, factors: Any, cached: Any, task: int, qkv: Any, out: Any) -
             out[row, at + d] = seen[d] / total
 
 
-@inner
+@inlined
 def linear_of(job: Any, first: int) -> Any:
     """Rows of a weight, rows that a thread takes at a time, and the addresses of its parts."""
     size = task_size(job[first], job[THREADS])
@@ -227,7 +228,7 @@ def add(job: Any, factors: Any, vector: Any, x: Any, y: Any, weight: int, out: A
             out[m, k] = x[m, k] + (out[m, k] if weight else y[m, k])
 
 
-@inner
+@inlined
 def work(
     cells: Any, job: Any, factors: Any, stored: Any, vector: Any, several: Any, cached: Any
 ) -> None:
@@ -262,7 +263,7 @@ def entry(stored: Any, vector: Any, cached: Any, several: bool) -> Any:
     compiled or read from the cache."""
     many = True if several else None
 
-    @cfunc("void(int64)", cache=True)
+    @cfunc("void(int64)", fastmath=FAST, error_model="numpy", cache=True)
     def run(at: int) -> None:
         job = placed(at, (NUMBERS,), np.int64)
         cells = placed(at + 8 * NUMBERS, (CELLS,), np.int64)

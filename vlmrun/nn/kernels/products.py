@@ -16,6 +16,7 @@ from numba.extending import overload
 from torch import Tensor
 
 from vlmrun.nn.kernels.blocks import (
+    FAST,
     block_1x1,
     block_1x2,
     block_1x4,
@@ -129,7 +130,7 @@ def _multiply(x: Any, w: Any, out: Any, m: Any, n: Any, high: Any, wide: Any) ->
 def entry(stored: Any, high: int, wide: int) -> Any:
     """What `launch` calls for weights of these numbers, compiled or read from the cache."""
 
-    @cfunc("void(int64)", cache=True)
+    @cfunc("void(int64)", fastmath=FAST, error_model="numpy", cache=True)
     def run(at: int) -> None:
         job = placed(at, (NUMBERS,), np.int64)
         cells = placed(at + 8 * NUMBERS, (2 * LINE,), np.int64)
