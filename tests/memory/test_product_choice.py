@@ -14,7 +14,7 @@ from vlmrun.errors import VlmrunError
 from vlmrun.job import Job, Placing
 from vlmrun.memory import products
 from vlmrun.memory.products import PACKAGED, Table, choose_products, read_table, tuned_path
-from vlmrun.memory.working import COMPILED_BYTES
+from vlmrun.memory.working import CALL_BYTES, COMPILED_BYTES
 from vlmrun.memory.workload import plan_job
 from vlmrun.models.checkpoints.dtype import Dtype
 
@@ -129,6 +129,8 @@ def test_a_table_of_this_machine_goes_before_the_packaged_one(no_table: Path) ->
         rows({"kernels": [["4", "loops"], [None, "tiles"]]}),
         rows({"stored": "int8", "compute": "float32", "kernels": [[None, "native"]]}, {}),
         rows({"kernels": 4}),
+        rows({}).replace('"rows"', '"machine": {"cpu": "x"}, "rows"'),
+        rows({}).replace('"rows"', '"machine": "x", "rows"'),
     ],
 )
 def test_a_damaged_table_is_refused_by_its_path(no_table: Path, text: str) -> None:
@@ -137,6 +139,13 @@ def test_a_damaged_table_is_refused_by_its_path(no_table: Path, text: str) -> No
     with pytest.raises(VlmrunError) as caught:
         choose_products(Dtype.bfloat16, Dtype.float32, "cpu")
     assert words(caught.value).startswith(f"{no_table} is no table of kernels: ")
+
+
+def test_without_a_home_there_is_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 987_654_321)
+    assert read_table().name.startswith("packaged table ")
 
 
 def test_the_plan_carries_the_table(no_table: Path) -> None:
@@ -157,7 +166,7 @@ def test_the_compiler_is_planned_for() -> None:
         )
         plan = plan_job(model, Job(task="caption", placing=placing), [])
         peaks.append(plan.working.runtime_bytes)
-    assert peaks[1] - peaks[0] == COMPILED_BYTES
+    assert peaks[1] - peaks[0] == COMPILED_BYTES + CALL_BYTES
 
 
 def test_where_numba_fails_pytorch_serves_with_a_note(tmp_path: Path) -> None:

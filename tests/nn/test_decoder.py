@@ -166,6 +166,23 @@ def test_what_is_not_finite_stays_so() -> None:
     assert not torch.isfinite(found[0, 0]).any()
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_stored_key_that_is_not_finite_does_what_it_does_in_stock(value: float) -> None:
+    model, mask = ours(stock("qwen2")), torch.ones(1, LENGTH + STEPS, dtype=torch.int64)
+    x, cache = inputs(1, SIZES["hidden_size"]), cache_for(model, mask)
+    angles = model.rotary_emb(x, torch.tensor([[2]]))
+    for layer in cache.layers:
+        layer.keys.zero_()
+        layer.values.zero_()
+    cache.advance(2)
+    cache.layers[0].keys[0, 0, 1, 3] = value
+    block, found = model.layers[0], []
+    for call in (block.call, None):
+        block.call = call
+        found.append(block(x[:, :1], position_embeddings=angles, cache=cache))
+    torch.testing.assert_close(*found, equal_nan=True, atol=2e-5, rtol=2e-5)
+
+
 def test_only_one_new_token_of_a_few_rows_is_a_call() -> None:
     model, mask = stock("qwen2"), padded(1)
     cache = cache_for(model, mask)

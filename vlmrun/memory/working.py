@@ -13,6 +13,7 @@ from vlmrun.models.shapes import Architecture
 
 RUNTIME_BYTES = 460 << 20  # interpreter, torch, transformers, tokenizer code; measured
 COMPILED_BYTES = 90 << 20  # numba, and its compiler in the first run; measured
+CALL_BYTES = 45 << 20  # the compiler of a decoder's step, in the first run; measured
 GPU_RUNTIME_RAM_BYTES = 2 << 30  # the same with CUDA's libraries mapped
 GPU_RUNTIME_BYTES = 600 << 20  # CUDA context and its libraries' workspaces
 TOKEN_ENTRY_BYTES = 1_000  # of tokenizer tables per vocabulary entry; measured
@@ -101,7 +102,7 @@ def working_memory(
     for phase in eager & activations.keys():
         activations[phase] += SCORE_BYTES * scores(architecture, load, phase)
     runtime = RUNTIME_BYTES if device == "cpu" else GPU_RUNTIME_RAM_BYTES
-    runtime += COMPILED_BYTES * compiled
+    runtime += (COMPILED_BYTES + CALL_BYTES * ("decode" in load.phases)) * compiled
     return Working(
         runtime_bytes=runtime + TOKEN_ENTRY_BYTES * vocabulary(architecture, load),
         picture_bytes=picture_bytes(architecture, load),

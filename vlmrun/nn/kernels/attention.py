@@ -14,7 +14,8 @@ from vlmrun.nn.kernels.blocks import inlined, inner, widened
 def exponential(x: Any) -> Any:
     """e**x in float32, within 3e-7 of it: a power of two times a polynomial of what is left
     (Cephes, expf). Bounded where float32 would overflow, or lose digits."""
-    x = max(min(x, np.float32(88)), np.float32(-87))
+    x = np.float32(88) if x > np.float32(88) else x  # not by min and max: what is no number
+    x = np.float32(-87) if x < np.float32(-87) else x  # stays none
     whole = np.float32(math.floor(x * np.float32(1.44269504) + np.float32(0.5)))
     x = x - whole * np.float32(0.693359375) + whole * np.float32(2.12194440e-4)
     p = np.float32(1.9875691500e-4)
@@ -98,7 +99,9 @@ def softmax(out: Any, first: int, stop: int, cap: Any) -> Any:
         top = max(top, out[t])
     total = np.float32(0)
     for t in range(first, stop):
-        e = exponential(out[t] - top)
+        x = out[t] - top
+        # too small to change a sum, and slow: a CPU takes longer for products of such numbers
+        e = np.float32(0) if x < np.float32(-60) else exponential(x)
         out[t] = e
         total += e
     return total
@@ -106,9 +109,7 @@ def softmax(out: Any, first: int, stop: int, cap: Any) -> Any:
 
 @inlined
 def weighted(s: Any, values: Any, base: int, first: int, stop: int, out: Any) -> None:
-    """The sum [D] of the values [D] from first to stop behind a base, each by its weight."""
-    for d in range(out.shape[0]):
-        out[d] = np.float32(0)
+    """Add the values [D] from first to stop behind a base, each by its weight, to out [D]."""
     for t in range(first, stop - 3, 4):
         a, b, c, e, at = s[t], s[t + 1], s[t + 2], s[t + 3], base + t
         v0, v1, v2, v3 = values[at], values[at + 1], values[at + 2], values[at + 3]

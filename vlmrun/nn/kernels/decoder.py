@@ -34,6 +34,7 @@ from vlmrun.nn.kernels.claims import LINE, claim, finish, placed, task_size, wai
 from vlmrun.nn.kernels.products import SHORT, WIDE
 
 STAGES = 6
+STRETCH = 64  # keys
 CELLS = 2 * LINE * STAGES
 # what a call is told, by place: sizes and addresses
 ROWS, WIDTH, HEAD, GROUPS, CAPACITY, LENGTH, WINDOW, PARTS, GELU, THREADS = range(10)
@@ -124,21 +125,39 @@ def attend(job: Any, factors: Any, cached: Any, task: int, qkv: Any, out: Any) -
         placed(job[COS], (job[ROWS], width), np.float32),
         placed(job[SIN], (job[ROWS], width), np.float32),
     )
-    turned, seen = np.empty(width, np.float32), np.empty(width, np.float32)
-    rotate(k, row, group * width, cos, sin, np.float32(1), turned)
+    turned = np.empty((share // width, width), np.float32)
+    rotate(k, row, group * width, cos, sin, np.float32(1), turned[0])
     for d in range(width):
-        keys[base + length, d] = narrowed(turned[d], keys[base + length, d])
+        keys[base + length, d] = narrowed(turned[0, d], keys[base + length, d])
         values[base + length, d] = narrowed(v[row, group * width + d], values[base + length, d])
     start = placed(job[STARTS], (job[ROWS],), np.int64)[row]
     first, stop = max(start, length + 1 - job[WINDOW]), length + 1
-    s = np.empty(stop, np.float32)
-    for at in range(part * share, (part + 1) * share, width):
-        rotate(q, row, at, cos, sin, factors[SCALING], turned)
-        scores(turned, keys, base, first, stop, s)
-        total = softmax(s, first, stop, factors[CAP])
-        weighted(s, values, base, first, stop, seen)
+    for h in range(share // width):
+        rotate(q, row, part * share + h * width, cos, sin, factors[SCALING], turned[h])
+    see(turned, (keys, values), base, first, stop, factors[CAP], out[row, part * share :])
+
+
+@inner
+def see(heads: Any, cached: Any, base: int, first: int, stop: int, cap: Any, out: Any) -> None:
+    """What heads [H, D] see of the keys and values from first to stop behind a base: a stretch of
+    them at a time, which stays in the core's first cache while all heads look at it."""
+    keys, values = cached
+    count, width = heads.shape
+    s = np.empty((count, stop), np.float32)
+    totals = np.empty(count, np.float32)
+    for t in range(first, stop, STRETCH):
+        for h in range(count):
+            scores(heads[h], keys, base, t, min(t + STRETCH, stop), s[h])
+    for h in range(count):
+        totals[h] = softmax(s[h], first, stop, cap)
+    out[: count * width] = np.float32(0)
+    for t in range(first, stop, STRETCH):
+        for h in range(count):
+            part = out[h * width : (h + 1) * width]
+            weighted(s[h], values, base, t, min(t + STRETCH, stop), part)
+    for h in range(count):
         for d in range(width):
-            out[row, at + d] = seen[d] / total
+            out[h * width + d] /= totals[h]
 
 
 @inlined
