@@ -91,8 +91,7 @@ def run(
         with uncollected():
             ready = (prepare if is_supported(config) else prepare_whole)(job, source, stack)
         loaded = time.perf_counter()
-        total = len(job.images) + len(job.texts)
-        summary = Summary(ready.plan, total=total, notes=ready.notes)
+        summary = Summary(ready.plan, len(job.images) + len(job.texts), notes=ready.notes)
         if (yield summary):
             return
         tokens = 0
@@ -201,10 +200,13 @@ def agreed(plan: Plan, model: Model, job: Job, sizes: Sequence[Size]) -> Plan:
 
 
 def changed_products(planned: Plan, found: Plan) -> tuple[str, ...]:
-    """A note where the compiled loops were planned and do not work."""
-    if not planned.storage.products.compiled or found.storage.products.compiled:
-        return ()
-    return (f"PyTorch multiplies, more slowly: {found.storage.products.reason}",)
+    """Notes where a table of this machine does not count, and where the compiled loops were
+    planned and do not work."""
+    before, now = planned.storage.products, found.storage.products
+    failed = (
+        f"PyTorch multiplies, more slowly: {now.reason}" if now.compiled < before.compiled else ""
+    )
+    return tuple(note for note in (before.ignored, failed) if note)
 
 
 def prepare_whole(job: Job, source: Source, stack: ExitStack) -> Ready:

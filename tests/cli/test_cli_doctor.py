@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from commands import PROGRAM, Command, assert_refused
 
 from vlmrun.memory import disk, machine
 from vlmrun.memory.budget import Limit
+from vlmrun.memory.products import PACKAGED, tuned_path
 
 UNITS = {
     "memory_read": "bytes_per_s",
@@ -53,7 +55,7 @@ def test_json_holds_it_all(vlmrun: Command, no_network: None, cache: Path) -> No
     found = examined(vlmrun, "--threads", "1", "--device", "cpu")
     assert list(found) == [
         *("v", "versions", "cpu", "threads", "device", "gpus", "memory", "budget"),
-        *("measured", "choices"),
+        *("measured", "kernels", "choices"),
     ]
     assert found["v"] == 1
     packages = {"python", "vlmrun", "torch", "transformers", "safetensors", "numpy", "numba"}
@@ -148,9 +150,124 @@ def test_a_damaged_table_of_kernels_is_a_row(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "vlmrun").mkdir()
     (tmp_path / "vlmrun" / "products.json").write_text("[")
-    products = examined(vlmrun)["choices"]["products"]
+    found = examined(vlmrun)
+    products = found["choices"]["products"]
     assert {each["choice"] for each in products.values()} == {"refused"}
-    assert f"{tmp_path}/vlmrun/products.json is no table" in products["float32"]["reason"]
+    path = f"{tmp_path}/vlmrun/products.json"
+    assert f"{path} is no table" in products["float32"]["reason"]
+    kernels = found["kernels"]
+    assert (kernels["table"], kernels["rows"], kernels["path"]) == (None, None, path)
+    assert kernels["reason"].endswith(": delete it")
+    assert any(line.startswith("kernels ") for line in vlmrun("doctor").lines)
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where a table of this machine lies, once it is measured: little of it, with tiny shapes."""
+    from vlmrun.memory import tuning
+    from vlmrun.models.checkpoints.dtype import Dtype
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tuning, "BLOCKS", ((((16, 8), (8, 16)), (1, 32)), (((24, 8),), (64,))))
+    monkeypatch.setattr(tuning, "STORED", (Dtype.bfloat16,))
+    monkeypatch.setattr(machine, "cold_bytes", lambda found: 1 << 16)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    return tuned_path()
+
+
+def test_tune_writes_the_table_that_counts_from_then_on(
+    vlmrun: Command, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = examined(vlmrun)["kernels"]
+    assert before["table"].startswith("packaged table ")
+    assert before["reason"] == "this machine has none of its own; --tune measures one"
+    assert before["path"] == str(own)
+    assert not own.exists()
+    found = examined(vlmrun, "--tune", "--threads", "1")
+    kernels, written = found["kernels"], json.loads(own.read_bytes())
+    assert kernels["table"].startswith("tuned table ")
+    assert kernels["reason"] == f"{own}; delete it for the packaged one"
+    assert kernels["measured"] == written["measured"]
+    pairs = ", ".join(f"bfloat16 in {compute}" for compute in FLOATS)
+    words = f", {found['cpu']['name']}, 1 thread: "
+    assert sorted(kernels["measured"].partition(words)[2].split(", ")) == sorted(pairs.split(", "))
+    assert written["machine"]["features"] == found["cpu"]["features"]
+    assert kernels["rows"] == written["rows"]
+    packaged = len(before["rows"])
+    assert written["rows"][-packaged:] == before["rows"]
+    differing = [f"{row['stored']} in {row['compute']}" for row in written["rows"][:-packaged]]
+    assert sorted(found["choices"].get("kernels", {})) == sorted(differing)
+    assert set(differing) <= set(pairs.split(", "))
+    assert kernels["table"] in found["choices"]["products"]["float16"]["reason"]
+    planned = vlmrun("mem-plan", "-m", "demo-siglip", "--dtype", "bfloat16").text
+    assert kernels["table"] in " ".join(planned.split())
+    own.unlink()
+    assert examined(vlmrun)["kernels"] == before
+
+
+def test_differences_from_the_packaged_table_are_shown(vlmrun: Command, own: Path) -> None:
+    own.parent.mkdir()
+    row = {"cpu": [], "stored": "float16", "compute": "float32"}
+    rows = [{**row, "kernels": [[8, "tiles"], [None, "loops"]]}, *packaged_rows()]
+    own.write_text(json.dumps({"measured": "last summer", "rows": rows}))
+    chosen = examined(vlmrun)["choices"]
+    assert chosen["kernels"] == {
+        "float16 in float32": {
+            "choice": "tiles 8, loops",
+            "reason": "measured here; packaged: loops",
+        }
+    }
+    text = " ".join(vlmrun("doctor", "--no-color").text.split())
+    assert "(last summer); " in text
+    assert "float16 in float32 tiles 8, loops measured here; packaged: loops" in text
+
+
+def packaged_rows() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(PACKAGED.read_bytes())["rows"]
+    return rows
+
+
+def test_a_table_of_another_cpu_is_said(vlmrun: Command, own: Path) -> None:
+    own.parent.mkdir()
+    machine = {"cpu": "Elsewhere 3000", "features": []}
+    own.write_text(json.dumps({"machine": machine, "rows": packaged_rows()}))
+    reason = f"{own} was measured on another CPU, Elsewhere 3000"
+    kernels = examined(vlmrun)["kernels"]
+    assert kernels["reason"] == f"{reason}; --tune measures one"
+    assert kernels["table"].startswith("packaged table ")
+    planned = vlmrun("mem-plan", "-m", "demo-siglip", "--json").text
+    assert reason in json.loads(planned)["products"]
+
+
+def test_tuning_that_ends_early_or_is_disturbed_says_so(
+    vlmrun: Command, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vlmrun.memory import tuning
+    from vlmrun.models.checkpoints.dtype import Dtype
+
+    pair, counts = (Dtype.bfloat16, Dtype.float32), [1, 32, 64, 1, 32, 64]
+    found = [tuning.Timing(pair, rows, {"loops": 0.002, "tiles": 0.001}) for rows in counts]
+    monkeypatch.setattr(os, "getloadavg", lambda: (9.87, 1.0, 1.0))
+    monkeypatch.setattr(tuning, "time_kernels", lambda pairs, **_: iter(found))
+    done = vlmrun("doctor", "--tune", "-v", "--json", terminals="stderr")
+    assert done.code == 0
+    for line in (
+        "vlmrun: other programs compute as well (load 9.87): ",
+        "vlmrun: measuring kernels for about a minute",
+        "vlmrun: bfloat16 in float32, 32 rows: loops 2 ms, tiles 1 ms\n",
+        "6/18",
+        "vlmrun: the time was up after 6 of 18 measurements: ",
+    ):
+        assert line in done.err
+    kernels = json.loads(done.out)["choices"]["kernels"]
+    assert {name: each["choice"] for name, each in kernels.items()} == {
+        "bfloat16 in float32": "tiles"
+    }
+    before = own.read_bytes()
+    monkeypatch.setattr(tuning, "time_kernels", lambda pairs, **_: iter(found[:5]))
+    assert_refused(vlmrun("doctor", "--tune", "-q"), "5 measurements in 60 s are too few")
+    assert own.read_bytes() == before
+    assert [each.name for each in own.parent.iterdir()] == [own.name]
 
 
 def test_gpus_and_limits_are_shown(
@@ -180,7 +297,7 @@ def test_gpus_and_limits_are_shown(
         (["--threads", "0"], "--threads 0: not 1 or more"),
         (["--threads", "1000000"], "--threads 1000000: the CPUs this process may use are"),
         (["--device", "cuda"], "--device cuda: the driver shows 0 GPUs"),
-        (["--tune"], "No such option: --tune"),
+        (["--tuna"], "No such option: --tuna"),
     ],
 )
 def test_bad_usage(

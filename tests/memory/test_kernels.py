@@ -1,5 +1,6 @@
 """Planned kernels reach every linear layer, compiled for what it holds."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from vlmrun.memory import kernels
 from vlmrun.memory.kernels import kept_matrices
-from vlmrun.memory.products import choose_products
+from vlmrun.memory.products import choose_products, tuned_path
 from vlmrun.models.checkpoints.dtype import Dtype
 from vlmrun.nn.linear import CastLinear, native, tiled
 
@@ -25,6 +26,13 @@ def siglip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def onevision(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_onevision(tmp_path_factory.mktemp("onevision"), dtype="bfloat16")
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tuned_path().parent.mkdir()
+    return tuned_path()
 
 
 def module_of(ready: Ready) -> nn.Module:
@@ -61,6 +69,18 @@ def test_what_is_compiled_is_what_is_held(siglip: Path, onevision: Path) -> None
     ):
         ready = load_tiny(folder, dtype=dtype)
         assert kept_matrices(module_of(ready), ready.plan) == expected
+
+
+def test_a_table_may_name_the_loops_for_other_dtypes_alone(siglip: Path, table: Path) -> None:
+    """As one that was measured here may; PyTorch serves those that are in the minority."""
+    row = {"cpu": [], "compute": "any"}
+    tiles = {**row, "stored": "int8", "kernels": [[None, "tiles"]]}
+    rows = [tiles, {**row, "stored": "any", "kernels": [[None, "loops"]]}]
+    table.write_text(json.dumps({"rows": rows}))
+    ready = load_tiny(siglip, dtype="int8")
+    found = layers_of(ready)[0].kernels
+    assert not ready.entry.plan.storage.products.compiled
+    assert {stored: kernels[0][1] for (stored, _), kernels in found.items()} == {torch.int8: tiled}
 
 
 def test_where_the_loops_fail_pytorch_serves(siglip: Path, monkeypatch: pytest.MonkeyPatch) -> None:

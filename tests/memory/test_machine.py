@@ -8,7 +8,8 @@ import pytest
 
 from vlmrun.memory import machine
 from vlmrun.memory.budget import Gpu
-from vlmrun.memory.machine import Choice, best_of, buffer_bytes, cache_bytes, cpu_name, look_around
+from vlmrun.memory.machine import Choice, best_of, buffer_bytes, cache_bytes, look_around
+from vlmrun.memory.products import cpu_name
 from vlmrun.memory.threads import Threads
 
 

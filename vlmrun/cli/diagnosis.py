@@ -10,18 +10,24 @@ from rich.text import Text
 
 from vlmrun.memory.budget import format_bytes
 from vlmrun.memory.machine import Choice, Machine
+from vlmrun.memory.products import Table as Kernels
+from vlmrun.memory.products import entry_of, tuned_path
 from vlmrun.memory.rates import Rate
 
 NONE = "-"
+Found = tuple[Kernels | None, str]  # the table of kernels, and why that one, or what ails it
 
 
-def diagnosis(machine: Machine, rates: Iterable[Rate], choices: Iterable[Choice]) -> Group:
+def diagnosis(
+    machine: Machine, rates: Iterable[Rate], choices: Iterable[Choice], table: Found
+) -> Group:
     """The machine, its rates, and what is chosen on it, with the reasons."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column(no_wrap=True)
     facts.add_column(overflow="fold")
     for row in fact_rows(machine):
         facts.add_row(*row)
+    facts.add_row("kernels", table_words(*table))
     measured = make_table("measured", "", "how, or why not")
     for rate in rates:
         measured.add_row(rate.name.replace("_", " "), format_rate(rate), rate.words)
@@ -58,6 +64,23 @@ def fact_rows(machine: Machine) -> Iterator[tuple[str, str]]:
     yield "VRAM budget", f"{format_bytes(budget.vram_bytes)} ({budget.vram_reason})"
 
 
+def table_words(table: Kernels | None, reason: str) -> str:
+    if table is None:
+        return reason
+    return f"{table.name} ({table.measured}); {reason}"
+
+
+def table_fields(table: Kernels | None, reason: str) -> dict[str, object]:
+    """`path` is where this machine's own table lies, or would."""
+    return {
+        "table": None if table is None else table.name,
+        "reason": reason,
+        "measured": None if table is None else table.measured,
+        "path": str(tuned_path()),
+        "rows": None if table is None else [entry_of(row) for row in table.rows],
+    }
+
+
 def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" + "s" * (count != 1)
 
@@ -90,7 +113,7 @@ def format_rate(rate: Rate) -> str:
 
 
 def diagnosis_fields(
-    machine: Machine, rates: Iterable[Rate], choices: Iterable[Choice]
+    machine: Machine, rates: Iterable[Rate], choices: Iterable[Choice], table: Found
 ) -> dict[str, object]:
     """All of it as JSON (version 1); a rate that could not be measured is null, and says why."""
     budget, found, limit = machine.budget, machine.processors, machine.limit
@@ -132,5 +155,6 @@ def diagnosis_fields(
             }
             for rate in rates
         },
+        "kernels": table_fields(*table),
         "choices": chosen,
     }

@@ -8,13 +8,14 @@ from vlmrun.nn.decoder import CACHED, DecoderBlock, parts_of
 
 
 def give_calls(module: nn.Module, plan: Plan) -> None:
-    """Have decoder blocks run a step as one call, and compile it: where the loops multiply, and
-    no attention is asked for by name."""
+    """Have decoder blocks run a step as one call, and compile it: where the loops multiply a few
+    rows, and no attention is asked for by name."""
     attention = plan.storage.attention.get("decode")
     compute = torch_dtype(plan.storage.compute_dtype)
     if attention is None or attention.forced or compute not in CACHED:
         return
-    if not plan.storage.products.compiled:
+    few = plan.storage.products.kernels.get(plan.storage.dtype, ())[:1]
+    if not plan.storage.products.compiled or [kernel for _, kernel in few] != ["loops"]:
         return
     from vlmrun.nn.kernels import page_out
     from vlmrun.nn.kernels.call import BlockCall, address_of  # late: numba

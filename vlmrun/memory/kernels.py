@@ -32,7 +32,8 @@ def settle_products(module: nn.Module, plan: Plan) -> Plan:
 
 
 def kernels_of(plan: Plan, product: Product | None) -> Kernels:
-    """The plan's kernels as functions, by the dtypes of a weight and of the input."""
+    """The plan's kernels as functions, by the dtypes of a weight and of the input. Without the
+    loops, which a table may name for dtypes that are in the minority, PyTorch's own way serves."""
     compute = torch_dtype(plan.storage.compute_dtype)
     by_name: dict[str, Kernel] = {"native": native, "tiles": tiled}
     if product is not None:
@@ -42,6 +43,7 @@ def kernels_of(plan: Plan, product: Product | None) -> Kernels:
             (math.inf if most is None else most, by_name[name]) for most, name in kernels
         )
         for stored, kernels in plan.storage.products.kernels.items()
+        if product is not None or not uses_loops(plan.storage.products, stored)
     }
 
 

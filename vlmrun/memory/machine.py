@@ -18,13 +18,20 @@ from vlmrun.memory.budget import (
     Gpu,
     Limit,
     budget_of,
-    cpu_features,
     find_device,
     memory_limits,
     query_driver,
 )
 from vlmrun.memory.disk import measure_disk
-from vlmrun.memory.products import choose_products
+from vlmrun.memory.products import (
+    Kernels,
+    Table,
+    choose_products,
+    packaged_table,
+    read_table,
+    this_cpu,
+    tuned_path,
+)
 from vlmrun.memory.threads import TOPOLOGY, Processors, find_processors
 from vlmrun.memory.workload import resolve_compute_dtype
 from vlmrun.models.checkpoints.dtype import Dtype
@@ -32,13 +39,9 @@ from vlmrun.models.checkpoints.hub_cache import cache_folder
 
 if TYPE_CHECKING:
     from vlmrun.memory.rates import Rate
+    from vlmrun.memory.tuning import Timing
 
 PACKAGES = ("vlmrun", "torch", "transformers", "safetensors", "numpy", "numba", FLASH_PACKAGE)
-FEATURES = (  # those that products and libraries choose by; x86, then ARM
-    *("avx2", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
-    *("amx_tile", "amx_bf16", "amx_int8", "amx_fp16"),
-    *("asimd", "sve", "bf16", "i8mm"),
-)
 LEAST_BUFFER_BYTES = 256 << 20
 HEAD = 64  # numbers of an attention head that kernels are tried with
 
@@ -82,11 +85,11 @@ def look_around(*, device: str, threads: int | None) -> Machine:
 
     found, reason = find_device(device)
     memory = psutil.virtual_memory()
-    features = cpu_features()
+    cpu = this_cpu()
     return Machine(
         versions={"python": platform.python_version(), **{p: installed(p) for p in PACKAGES}},
-        cpu=cpu_name(),
-        features=tuple(name for name in FEATURES if name in features),
+        cpu=cpu.name,
+        features=cpu.features,
         processors=find_processors(),
         load=os.getloadavg()[0],
         total_bytes=memory.total,
@@ -104,15 +107,6 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """As the kernel calls it, else what kind of processor it is."""
-    try:
-        match = re.search(r"^model name\s*:\s*(.*\S)", cpuinfo.read_text(), re.MULTILINE)
-    except OSError:
-        match = None
-    return match[1] if match else platform.machine()
 
 
 def measure(machine: Machine) -> "Iterator[Rate]":
@@ -135,12 +129,41 @@ def measure(machine: Machine) -> "Iterator[Rate]":
     yield Rate("disk_read", "bytes_per_s", disk.bytes_per_s, words)
 
 
+def tune(machine: Machine) -> "Iterator[tuple[Timing, int]]":
+    """Measure which kernels multiply fastest on this CPU, for about a minute, and write the table
+    that counts from then on; gives every timing, and how many there may be in all.
+
+    Raises:
+        OutputError: the table cannot be written.
+        VlmrunError: there are no compiled loops, and so no choice, or too little was measured.
+    """
+    from vlmrun.memory import tuning  # late: imports torch
+
+    path, threads = tuned_path(), machine.budget.threads.count
+    tuning.check_writable(path)
+    pairs, timings = tuning.pairs_to_time(), []
+    for timing in tuning.time_kernels(pairs, threads=threads, buffer_bytes=cold_bytes(machine)):
+        timings.append(timing)
+        yield timing, tuning.count_timings(pairs)
+    text = tuning.tuned_text(timings, packaged_table(), this_cpu(), threads)
+    tuning.write_table(path, text)
+
+
 def buffer_bytes(machine: Machine) -> int:
     """So much that caches hold little of it, as far as memory allows."""
-    free = machine.gpus[int(machine.device[5:])].free_bytes if machine.device != "cpu" else 0
-    room = (free or min(machine.available_bytes, machine.budget.ram_bytes)) // 4
+    if machine.device == "cpu":
+        return cold_bytes(machine)
+    return cold_share(machine.gpus[int(machine.device[5:])].free_bytes)
+
+
+def cold_bytes(machine: Machine) -> int:
+    """The same of RAM, whatever the device."""
+    return cold_share(min(machine.available_bytes, machine.budget.ram_bytes))
+
+
+def cold_share(free: int) -> int:
     wanted = max(LEAST_BUFFER_BYTES, 4 * cache_bytes())
-    return max(1 << 20, min(wanted, room) >> 20 << 20)
+    return max(1 << 20, min(wanted, free // 4) >> 20 << 20)
 
 
 def cache_bytes(cpus: Path = TOPOLOGY) -> int:
@@ -176,6 +199,7 @@ def choices(machine: Machine) -> Iterator[Choice]:
         floats = Dtype.bfloat16 if stored is Dtype.int8 else stored
         compute, _ = resolve_compute_dtype(None, floats, device)
         yield Choice("products", stored, *products_choice(stored, compute, device))
+    yield from kernel_choices()
     yield from attention_choices(resolve_compute_dtype(None, Dtype.bfloat16, device)[0], device)
 
 
@@ -189,6 +213,36 @@ def products_choice(stored: Dtype, compute: Dtype, device: str) -> tuple[str, st
         return "refused", f"{error.message}: {error.hint}"
     product, why = find_product() if planned.compiled else (None, planned.reason)
     return ("PyTorch", why) if product is None else ("compiled loops", planned.reason)
+
+
+def find_table() -> tuple[Table | None, str]:
+    """The table that kernels are chosen by here, and why that one."""
+    try:
+        table = read_table()
+    except VlmrunError as error:
+        return None, f"{error.message}: {error.hint}"
+    if table.name.startswith("tuned"):
+        return table, f"{tuned_path()}; delete it for the packaged one"
+    return table, f"{table.ignored or 'this machine has none of its own'}; --tune measures one"
+
+
+def kernel_choices() -> Iterator[Choice]:
+    """Where this machine's own table differs from the packaged one, if it has one."""
+    table, _ = find_table()
+    if table is None:
+        return
+    features, packaged = frozenset(this_cpu().features), packaged_table()
+    for compute in Dtype:
+        for stored in Dtype:
+            own, default = (each.kernels(stored, compute, features) for each in (table, packaged))
+            if own != default and compute is not Dtype.int8:  # nothing is computed in it
+                reason = f"measured here; packaged: {kernel_words(default)}"
+                yield Choice("kernels", f"{stored} in {compute}", kernel_words(own), reason)
+
+
+def kernel_words(kernels: Kernels) -> str:
+    """The kernel for up to so many rows, as `loops 4, native`: the last one for all above."""
+    return ", ".join(f"{name}" + f" {most}" * (most is not None) for most, name in kernels)
 
 
 def attention_choices(compute: Dtype, device: str) -> Iterator[Choice]:

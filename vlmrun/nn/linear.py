@@ -8,6 +8,7 @@ way the bits depend on the shapes alone, never on where the weight lies.
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,10 @@ from vlmrun.nn.kernels import Product
 
 TILE_NUMBERS = 1 << 20  # measured: smaller tiles pay for launches, larger ones leave the cache
 
-# the product [M, N] of rows [M, K] with a weight [N, K], and the scales [N] of a quantised one
-Kernel = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Gate = Literal["", "gelu_tanh", "quick_gelu"]
+# gate(rows @ weight.T * scale + bias) [M, N] of rows [M, K] and a weight [N, K]; scale: float32 [N]
+# of a quantised one, bias: [N], each None where there is none
+Kernel = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Gate], Tensor]
 # by the dtypes of weight and rows: kernels by the most rows they are for, fewest first
 Kernels = Mapping[tuple[torch.dtype, torch.dtype], tuple[tuple[float, Kernel], ...]]
 PYTORCH: Kernels = MappingProxyType({})
@@ -30,21 +33,16 @@ def linear(
     bias: Tensor | None = None,
     scale: Tensor | None = None,
     kernels: Kernels = PYTORCH,
+    gate: Gate = "",
 ) -> Tensor:
-    """Compute x @ weight.T + bias in the dtype of `x`, sums in float32.
+    """Compute gate(x @ weight.T + bias) in the dtype of `x`, sums in float32.
 
     x: [..., K], weight: [N, K] in any floating dtype, or int8 with the float32 `scale` [N] of its
     rows, bias: [N]; returns [..., N].
     """
-    bias = None if bias is None else bias.to(x.dtype)
     rows = x.reshape(-1, x.shape[-1])  # [M, K]
     kernel = choose_kernel(kernels, weight.dtype, x.dtype, len(rows))
-    if kernel is native:  # as stock does, to the bit
-        return functional.linear(x, weight, bias)
-    out = kernel(rows, weight, scale)
-    if bias is not None:
-        out += bias
-    return out.view(*x.shape[:-1], weight.shape[0])
+    return kernel(rows, weight, scale, bias, gate).view(*x.shape[:-1], weight.shape[0])
 
 
 def choose_kernel(kernels: Kernels, stored: torch.dtype, compute: torch.dtype, rows: int) -> Kernel:
@@ -55,22 +53,53 @@ def choose_kernel(kernels: Kernels, stored: torch.dtype, compute: torch.dtype, r
     return native if stored == compute else tiled
 
 
-def native(rows: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+def native(
+    rows: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    gate: Gate = "",
+) -> Tensor:
+    """As stock does, to the bit."""
     assert scale is None
-    return functional.linear(rows, weight)
+    return gated(functional.linear(rows, weight, cast(bias, rows.dtype)), gate)
 
 
 def loops(product: Product) -> Kernel:
     """The compiled product of float32 rows for rows of any dtype."""
 
-    def multiply(rows: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
-        wide = product(rows.float(), weight)
-        return (wide if scale is None else wide.mul_(scale)).to(rows.dtype)
+    def multiply(
+        rows: Tensor,
+        weight: Tensor,
+        scale: Tensor | None = None,
+        bias: Tensor | None = None,
+        gate: Gate = "",
+    ) -> Tensor:
+        wide = cast(bias, torch.float32)
+        out: Tensor = product(rows.float(), weight, scale=scale, bias=wide, gate=gate)
+        return out.to(rows.dtype)
 
     return multiply
 
 
-def tiled(rows: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+def cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if bias is None else bias.to(dtype)
+
+
+def gated(x: Tensor, gate: Gate) -> Tensor:
+    """What an MLP of a vision tower puts between its layers, in transformers' forms."""
+    if gate == "gelu_tanh":
+        return functional.gelu(x, approximate="tanh")
+    return x * torch.sigmoid(1.702 * x) if gate == "quick_gelu" else x
+
+
+def tiled(
+    rows: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    gate: Gate = "",
+) -> Tensor:
     """The product [M, N] of rows [M, K] with a weight [N, K] of another dtype, tile by tile. A
     quantised one is multiplied by its scales there: float16 may not hold products without."""
     out = rows.new_empty(rows.shape[0], weight.shape[0])
@@ -84,7 +113,9 @@ def tiled(rows: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
         else:  # by way of float32: torch takes 50 times as long from int8 to a half
             tile.copy_(weight[start:stop].float().mul_(scale[start:stop, None]))
         torch.mm(rows, tile.t(), out=out[:, start:stop])
-    return out
+    if bias is not None:
+        out += bias.to(out.dtype)
+    return gated(out, gate)
 
 
 class CastLinear(nn.Module):
@@ -104,8 +135,8 @@ class CastLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.scale, self.kernels)
+    def forward(self, x: Tensor, gate: Gate = "") -> Tensor:
+        return linear(x, self.weight, self.bias, self.scale, self.kernels, gate)
 
 
 class RowBlocks(nn.Module):

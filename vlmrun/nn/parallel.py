@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed
 
 from vlmrun.errors import ImageError, ProcessLost
-from vlmrun.nn.linear import CastLinear, linear
+from vlmrun.nn.linear import CastLinear, Gate, linear
 
 PATIENCE = timedelta(minutes=30)  # a process may read weights from a slow disk for long
 
@@ -22,8 +22,9 @@ class RowParallelLinear(CastLinear):
     of the input that these meet. One all-reduce adds the parts up; the bias is added after.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, gate: Gate = "") -> Tensor:
         """x: [..., K / processes]; gives [..., N], the same in every process."""
+        assert not gate, "it would come before the sum"
         part = linear(x, self.weight, scale=self.scale, kernels=self.kernels)
         part = part.float()  # halves would be rounded once per process
         with others_needed():

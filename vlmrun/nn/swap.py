@@ -14,6 +14,7 @@ from vlmrun.nn.attention import CastMultiheadAttention
 from vlmrun.nn.decoder import DecoderBlock
 from vlmrun.nn.embedding import CastEmbedding, ClassEmbedding, PatchEmbedding
 from vlmrun.nn.linear import CastLinear
+from vlmrun.nn.mlp import CastMLP
 from vlmrun.nn.norm import CastGemmaNorm, CastLayerNorm, CastRMSNorm
 from vlmrun.nn.patches import FlatPatchEmbedding
 
@@ -53,6 +54,11 @@ def _layer_norm(layer: nn.Module, _: torch.dtype) -> nn.Module:
 def _decoder_block(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
     swap_layers(layer, dtype)
     return DecoderBlock(layer)
+
+
+def _mlp(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
+    swap_layers(layer, dtype)
+    return CastMLP(layer)
 
 
 def _rms_norm(layer: nn.Module, _: torch.dtype) -> nn.Module:
@@ -134,6 +140,9 @@ REPLACEMENTS: Mapping[str, Replace] = {
     f"{MODELS}.llama.modeling_llama.LlamaRMSNorm": _rms_norm,
     f"{MODELS}.mistral.modeling_mistral.MistralRMSNorm": _rms_norm,
     f"{MODELS}.qwen2.modeling_qwen2.Qwen2RMSNorm": _rms_norm,
+    f"{MODELS}.clip.modeling_clip.CLIPMLP": _mlp,
+    f"{MODELS}.siglip.modeling_siglip.SiglipMLP": _mlp,
+    f"{MODELS}.siglip2.modeling_siglip2.Siglip2MLP": _mlp,
     f"{MODELS}.clip.modeling_clip.CLIPVisionEmbeddings": _class_and_patches,
     f"{MODELS}.siglip.modeling_siglip.SiglipVisionEmbeddings": _patches,
     f"{MODELS}.siglip2.modeling_siglip2.Siglip2VisionEmbeddings": _flat_patches,

@@ -10,6 +10,7 @@ import torch
 
 from vlmrun.nn.kernels import compile_product, page_out
 from vlmrun.nn.kernels.products import PANEL, product
+from vlmrun.nn.linear import Gate, gated
 
 ROWS = (1, 2, 3, 4, 5, 8, 9, 11, PANEL, PANEL + 1, 100)
 SHAPES = ((1, 5), (3, 8), (4, 1), (5, 33), (17, 100), (64, 768), (1100, 9), (7, 4867))  # [N, K]
@@ -32,6 +33,20 @@ def test_products_are_those_of_double_precision(dtype: torch.dtype, wide: bool) 
             size = x.double().abs() @ weight.double().abs().t()  # of what is added up
             error = (product(x, weight, wide=wide) - exact).abs() / size
             assert error.max() < 1e-6, (shape, rows)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("gate", ["", "gelu_tanh", "quick_gelu"])
+def test_scale_bias_and_gate_are_each_taken_once(gate: Gate, wide: bool) -> None:
+    """Where blocks overlap at the edges, too."""
+    for columns, depth in ((3, 8), (5, 33), (70, 64), (1100, 9)):
+        weight = random(columns, depth, dtype=torch.int8)
+        scale, bias = random(columns).abs() / 1000, random(columns)
+        for rows in (1, 3, 5, PANEL + 1, 2 * PANEL - 1, 2 * PANEL + 1):
+            x = random(rows, depth) / 40
+            exact = gated(x.double() @ weight.double().t() * scale.double() + bias.double(), gate)
+            found = product(x, weight, scale=scale, bias=bias, gate=gate, wide=wide)
+            torch.testing.assert_close(found.double(), exact, atol=2e-5, rtol=1e-5)
 
 
 def test_no_rows_have_no_product() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 MADV_PAGEOUT = 21  # linux/mman.h
 MANY_ROWS = 9  # and more take one block
-Product = Callable[[Tensor, Tensor], Tensor]
+Product = Callable[..., Tensor]  # see `products.product`
 
 
 @lru_cache(maxsize=1)

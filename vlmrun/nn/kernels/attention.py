@@ -1,6 +1,5 @@
 """Attention of one new position over keys and values that are stored, by compiled loops."""
 
-import math
 from typing import Any
 
 import numpy as np
@@ -9,14 +8,17 @@ from numba.extending import overload
 
 from vlmrun.nn.kernels.blocks import inlined, inner, widened
 
+CUBE = np.float32(0.044715)
 
-@inner
+
+@inlined
 def exponential(x: Any) -> Any:
     """e**x in float32, within 3e-7 of it: a power of two times a polynomial of what is left
     (Cephes, expf). Bounded where float32 would overflow, or lose digits."""
     x = np.float32(88) if x > np.float32(88) else x  # not by min and max: what is no number
     x = np.float32(-87) if x < np.float32(-87) else x  # stays none
-    whole = np.float32(math.floor(x * np.float32(1.44269504) + np.float32(0.5)))
+    biased = np.int32(x * np.float32(1.44269504) + np.float32(127.5))  # above 0, so rounded down
+    whole = np.float32(biased - np.int32(127))
     x = x - whole * np.float32(0.693359375) + whole * np.float32(2.12194440e-4)
     p = np.float32(1.9875691500e-4)
     p = p * x + np.float32(1.3981999507e-3)
@@ -25,8 +27,27 @@ def exponential(x: Any) -> Any:
     p = p * x + np.float32(1.6666665459e-1)
     p = p * x + np.float32(5.0000001201e-1)
     p = p * x * x + x + np.float32(1)
-    power = np.uint32((np.int32(whole) + np.int32(127)) << np.int32(23))
+    power = np.uint32(np.uint32(biased) << np.uint32(23))
     return p * power.view(np.float32)
+
+
+@inlined
+def logistic(x: Any) -> Any:
+    """1 / (1 + e**-x). gelu in its tanh form is x * logistic(1.59576912 * (x + CUBE * x**3)),
+    silu is x * logistic(x)."""
+    return np.float32(1) / (np.float32(1) + exponential(-x))
+
+
+@inner
+def times(row: Any, factors: Any) -> None:
+    for n in range(row.shape[0]):
+        row[n] *= factors[n]
+
+
+@inner
+def plus(row: Any, numbers: Any) -> None:
+    for n in range(row.shape[0]):
+        row[n] += widened(numbers[n])
 
 
 @inner
@@ -86,19 +107,17 @@ def scores(q: Any, keys: Any, base: int, first: int, stop: int, out: Any) -> Non
 
 
 @inlined
-def softmax(out: Any, first: int, stop: int, cap: Any) -> Any:
-    """Scores to weights, which are to be divided by what is returned. `cap`: Gemma 2's bound on
-    scores; 0 for none."""
+def softmax(out: Any, cap: Any) -> Any:
+    """Scores [T] to weights, which are to be divided by what is returned. `cap`: Gemma 2's bound
+    on scores; 0 for none."""
     if cap > 0:
-        for t in range(first, stop):
-            # tanh(x) = 1 - 2 / (1 + e**2x)
-            e = exponential(np.float32(2) * out[t] / cap)
-            out[t] = cap * (np.float32(1) - np.float32(2) / (np.float32(1) + e))
-    top = out[first]
-    for t in range(first, stop):
+        for t in range(out.shape[0]):  # tanh(x) = 2 * logistic(2 * x) - 1
+            out[t] = cap * (np.float32(2) * logistic(np.float32(2) * out[t] / cap) - np.float32(1))
+    top = out[0]
+    for t in range(out.shape[0]):
         top = max(top, out[t])
     total = np.float32(0)
-    for t in range(first, stop):
+    for t in range(out.shape[0]):
         x = out[t] - top
         # too small to change a sum, and slow: a CPU takes longer for products of such numbers
         e = np.float32(0) if x < np.float32(-60) else exponential(x)

@@ -12,11 +12,14 @@ import numpy as np
 from numba import cfunc
 
 from vlmrun.nn.kernels.attention import (
-    exponential,
+    CUBE,
+    logistic,
     narrowed,
+    plus,
     rotate,
     scores,
     softmax,
+    times,
     weighted,
 )
 from vlmrun.nn.kernels.blocks import (
@@ -71,16 +74,12 @@ def multiply(
             block_1x1(x, weight, out, 0, n)
     else:
         span(x, weight, start, stop, out)
-    if scale_at:
-        scale = placed(scale_at, (count,), np.float32)
-        for m in range(out.shape[0]):
-            for n in range(start, stop):
-                out[m, n] *= scale[n]
-    if bias_at:
-        bias = placed(bias_at, (count,), vector)
-        for m in range(out.shape[0]):
-            for n in range(start, stop):
-                out[m, n] += widened(bias[n])
+    for m in range(out.shape[0]):
+        row = out[m, start:stop]
+        if scale_at:
+            times(row, placed(scale_at, (count,), np.float32)[start:stop])
+        if bias_at:
+            plus(row, placed(bias_at, (count,), vector)[start:stop])
 
 
 @inner
@@ -101,14 +100,13 @@ def span(x: Any, weight: Any, start: int, stop: int, out: Any) -> None:
                 block_4x4(x, weight, out, min(m, rows - 4), n)
 
 
-@inlined
-def shut(g: Any, u: Any, gelu: int, start: int, stop: int) -> None:
-    """silu(g) * u, or gelu(g) * u in its tanh form, in place of g: both are g by a logistic."""
-    for m in range(g.shape[0]):
-        for n in range(start, stop):
-            x = g[m, n]
-            z = np.float32(1.59576912) * (x + np.float32(0.044715) * x * x * x) if gelu else x
-            g[m, n] = x / (np.float32(1) + exponential(-z)) * u[m, n]
+@inner
+def shut(g: Any, u: Any, gelu: int) -> None:
+    """silu(g) * u, or gelu(g) * u in its tanh form, in place of g."""
+    for n in range(g.shape[0]):
+        x = g[n]
+        z = np.float32(1.59576912) * (x + CUBE * x * x * x) if gelu else x
+        g[n] = x * logistic(z) * u[n]
 
 
 @inlined
@@ -149,7 +147,7 @@ def see(heads: Any, cached: Any, base: int, first: int, stop: int, cap: Any, out
         for h in range(count):
             scores(heads[h], keys, base, t, min(t + STRETCH, stop), s[h])
     for h in range(count):
-        totals[h] = softmax(s[h], first, stop, cap)
+        totals[h] = softmax(s[h, first:stop], cap)
     out[: count * width] = np.float32(0)
     for t in range(first, stop, STRETCH):
         for h in range(count):
@@ -217,7 +215,9 @@ def open_gate(
     while task < tasks:
         multiply(x, gate, stored, vector, several, task, g)
         multiply(x, up, stored, vector, several, task, u)
-        shut(g, u, job[GELU], size * task, min(size * (task + 1), g.shape[1]))
+        start, stop = size * task, min(size * (task + 1), g.shape[1])
+        for m in range(g.shape[0]):
+            shut(g[m, start:stop], u[m, start:stop], job[GELU])
         finish(cells, 3)
         task = claim(cells, 3)
     wait(cells, 3, tasks)

@@ -15,6 +15,7 @@ from numba import cfunc, types
 from numba.extending import overload
 from torch import Tensor
 
+from vlmrun.nn.kernels.attention import CUBE, logistic, plus, times
 from vlmrun.nn.kernels.blocks import (
     FAST,
     block_1x1,
@@ -24,6 +25,7 @@ from vlmrun.nn.kernels.blocks import (
     block_4x2,
     block_4x4,
     block_4x6,
+    inner,
 )
 from vlmrun.nn.kernels.claims import LINE, claim, launch, placed, task_size
 
@@ -31,8 +33,9 @@ PANEL = 48  # rows of the input that are kept in a core's cache while the weight
 SHORT = 2048  # numbers in a row of a weight: up to which few rows of the input take them singly
 FEW = 8
 
-# what a call is told, by place: sizes and addresses
-ROWS, COLUMNS, DEPTH, THREADS, X, WEIGHT, RESULT, NUMBERS = range(8)
+# what a call is told, by place: sizes and addresses; 0 for no scale, bias or gate
+ROWS, COLUMNS, DEPTH, THREADS, X, WEIGHT, RESULT, SCALE, BIAS, GATE, NUMBERS = range(11)
+GATES = {"": 0, "gelu_tanh": 1, "quick_gelu": 2}
 BITS = {
     torch.bfloat16: torch.uint16,
     torch.float16: torch.int16,
@@ -61,9 +64,18 @@ def has_wide_registers() -> bool:
 WIDE = has_wide_registers()
 
 
-def product(x: Tensor, weight: Tensor, *, wide: bool = WIDE) -> Tensor:
-    """Compute x @ weight.T: [M, K] float32 by [N, K] as stored, both on the CPU, gives [M, N]
-    float32. `wide`: for a CPU with AVX-512."""
+def product(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    gate: str = "",
+    wide: bool = WIDE,
+) -> Tensor:
+    """Compute gate((x @ weight.T) * scale + bias): [M, K] float32 by [N, K] as stored, both on the
+    CPU, gives [M, N] float32. scale, bias: [N] float32; gate: one of GATES. `wide`: for a CPU with
+    AVX-512."""
     x, weight = x.contiguous(), weight.contiguous()
     (rows, depth), columns = x.shape, weight.shape[0]
     block = choose_block(rows, columns, depth, wide=wide)
@@ -72,7 +84,8 @@ def product(x: Tensor, weight: Tensor, *, wide: bool = WIDE) -> Tensor:
     out = x.new_empty(len(x), columns)
     threads = threads_now()
     told = [len(x), columns, depth, threads, x.data_ptr(), weight.data_ptr(), out.data_ptr()]
-    job = torch.tensor(told + [0] * 2 * LINE)
+    told += [0 if each is None else each.data_ptr() for each in (scale, bias)]
+    job = torch.tensor([*told, GATES[gate], *[0] * 2 * LINE])
     numba.set_num_threads(threads)
     launch(threads, address_of(weight.dtype, block), job.data_ptr())
     return out[:rows]
@@ -127,6 +140,26 @@ def _multiply(x: Any, w: Any, out: Any, m: Any, n: Any, high: Any, wide: Any) ->
     return implementation
 
 
+@inner
+def finish_task(job: Any, first: int, last: int, start: int, stop: int, out: Any) -> None:
+    """Scale, bias and gate of the rows and columns of a task, while they are in a core's cache.
+    Slices, because a loop over what may be a negative index is compiled to slow code."""
+    kind = job[GATE]
+    for m in range(first, last):
+        row = out[m, start:stop]
+        if job[SCALE]:
+            times(row, placed(job[SCALE], (job[COLUMNS],), np.float32)[start:stop])
+        if job[BIAS]:
+            plus(row, placed(job[BIAS], (job[COLUMNS],), np.float32)[start:stop])
+        if kind == 1:
+            for n in range(row.shape[0]):
+                x = row[n]
+                row[n] = x * logistic(np.float32(1.59576912) * (x + CUBE * x * x * x))
+        elif kind:
+            for n in range(row.shape[0]):
+                row[n] *= logistic(np.float32(1.702) * row[n])
+
+
 def entry(stored: Any, high: int, wide: int) -> Any:
     """What `launch` calls for weights of these numbers, compiled or read from the cache."""
 
@@ -138,14 +171,17 @@ def entry(stored: Any, high: int, wide: int) -> Any:
         x = placed(job[X], (rows, job[DEPTH]), np.float32)
         w = placed(job[WEIGHT], (columns, job[DEPTH]), stored)
         out = placed(job[RESULT], (rows, columns), np.float32)
-        chunks = (columns + size - 1) // size
-        tasks = chunks * ((rows + PANEL - 1) // PANEL)
+        chunks, panels = max(1, columns // size), max(1, rows // PANEL)
         task = claim(cells, 0)
-        while task < tasks:
-            first, start = PANEL * (task // chunks), size * (task % chunks)
-            for n in range(start, min(start + size, columns), high):
-                for m in range(first, min(first + PANEL, rows), wide):
-                    multiply(x, w, out, min(m, rows - wide), min(n, columns - high), high, wide)
+        while task < chunks * panels:
+            # what is left over is the last one's: blocks that overlap stay within a task
+            panel, chunk = task // chunks, task % chunks
+            first, last = PANEL * panel, PANEL * (panel + 1) if panel < panels - 1 else rows
+            start, stop = size * chunk, size * (chunk + 1) if chunk < chunks - 1 else columns
+            for n in range(start, stop, high):
+                for m in range(first, last, wide):
+                    multiply(x, w, out, min(m, last - wide), min(n, stop - high), high, wide)
+            finish_task(job, first, last, start, stop, out)
             task = claim(cells, 0)
 
     return run
