@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vlmrun.errors import ImageError, OutOfBudget, UsageError
@@ -19,7 +20,7 @@ from vlmrun.files.rows import Caption, Failure
 from vlmrun.files.writers import Writer
 from vlmrun.job import Job
 from vlmrun.memory.budget import format_bytes
-from vlmrun.memory.measure import PeakMemory
+from vlmrun.memory.measure import Measured, PeakMemory, read_measures
 from vlmrun.memory.plan import Plan
 from vlmrun.memory.threads import let_waiting_threads_sleep
 from vlmrun.memory.working import DECODED_PIXEL_BYTES
@@ -33,21 +34,6 @@ from vlmrun.models.sharding import read_shard, shard_model
 if TYPE_CHECKING:
     from vlmrun.memory.cached_model import CachedModel
     from vlmrun.tasks.samples import Batch
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What a run took, beside what its plan foretold."""
-
-    load_seconds: float
-    run_seconds: float
-    peak_anon_bytes: int
-    peak_file_bytes: int
-    peak_shmem_bytes: int
-    peak_ram_bytes: int  # the highest sum of the three at one moment
-    peak_vram_bytes: int
-    disk_bytes_read: int
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +81,7 @@ def run(
         if (yield summary):
             return
         tokens = 0
+        stack.push(partial(write_rest, ready, writer))
         for batch in ready.batches:
             tokens += sum(row.tokens for row in batch.rows if isinstance(row, Caption))
             summary = written(batch, writer, summary, time.perf_counter() - loaded)
@@ -119,6 +106,16 @@ def written(batch: "Batch", writer: Writer, summary: Summary, seconds: float) ->
         failures=tuple(row for row in batch.rows if isinstance(row, Failure)),
         notes=batch.notes,
     )
+
+
+def write_rest(
+    ready: "Ready", writer: Writer, kind: type[BaseException] | None, *_: object
+) -> None:
+    """Write what is finished and waits for its turn, where an error ends the run, or a second
+    signal."""
+    if kind is not None:
+        for row in ready.rest().rows:
+            writer.write(row)
 
 
 @contextmanager
@@ -284,19 +281,3 @@ def check_budget(plan: Plan) -> None:
 
 def format_pixels(pixels: int) -> str:
     return f"{pixels / 1e6:.1f} megapixels" if pixels >= 100_000 else f"{pixels:,} pixels"
-
-
-def read_measures(
-    peak: PeakMemory, entry: "CachedModel", load_seconds: float, run_seconds: float, tokens: int
-) -> Measured:
-    return Measured(
-        load_seconds=load_seconds,
-        run_seconds=run_seconds,
-        peak_anon_bytes=peak.peak.anon_bytes,
-        peak_file_bytes=peak.peak.file_bytes,
-        peak_shmem_bytes=peak.peak.shmem_bytes,
-        peak_ram_bytes=peak.peak.total_bytes,
-        peak_vram_bytes=entry.peak_vram_bytes,
-        disk_bytes_read=entry.bytes_read,
-        tokens=tokens,
-    )

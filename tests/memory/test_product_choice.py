@@ -129,6 +129,12 @@ def test_a_table_of_this_machine_goes_before_the_packaged_one(no_table: Path) ->
         rows({"kernels": [["4", "loops"], [None, "tiles"]]}),
         rows({"stored": "int8", "compute": "float32", "kernels": [[None, "native"]]}, {}),
         rows({"kernels": 4}),
+        rows({"kernels": [[-4, "loops"], [None, "tiles"]]}),
+        rows({"kernels": [[None, "native"]]}),
+        rows({"cpu": "avx2"}, {}),
+        rows({"stored": ["int8"]}, {}),
+        rows({"stored": "float8"}, {}),
+        "[" * 200_000,
         rows({}).replace('"rows"', '"machine": {"cpu": "x"}, "rows"'),
         rows({}).replace('"rows"', '"machine": "x", "rows"'),
     ],
@@ -186,3 +192,9 @@ def test_where_numba_fails_pytorch_serves_with_a_note(tmp_path: Path) -> None:
     assert why not in told[0]
     assert f"vlmrun: products: PyTorch ({why})" in told[1]
     assert f"vlmrun: PyTorch multiplies, more slowly: {why}" in told[1]
+
+
+def test_a_table_that_is_no_file_does_not_count(no_table: Path) -> None:
+    no_table.parent.mkdir(parents=True)
+    os.mkfifo(no_table)
+    assert read_table().ignored == f"{no_table} is no file"

@@ -15,6 +15,7 @@ from commands import Command, result, runner
 from entries import noise
 from PIL import Image
 
+from vlmrun.errors import CheckpointError
 from vlmrun.files.inputs import ImageInput
 from vlmrun.files.rows import Failure
 from vlmrun.tasks import captioner, embedder
@@ -294,6 +295,32 @@ def test_a_failure_ends_a_sorted_run_after_what_comes_before_it(
     failed = sum("error" in row for row in done.rows)
     told = f"{len(paths) - failed} done, {failed} failed, {26 - len(paths)} not tried\n"
     assert done.err.endswith(f"vlmrun: {told}")
+
+
+@pytest.mark.parametrize("error", [MemoryError("x"), CheckpointError("x", "y")])
+def test_a_run_that_an_error_ends_writes_what_waits(
+    error: Exception,
+    vlmrun: Command,
+    tiny_onevision: Path,
+    pictures: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    finished: list[int] = []
+    finish = captioner.Captioner._finish
+
+    def fail_third(self: captioner.Captioner, reading: Reading[Any]) -> list[tuple[int, Finished]]:
+        if len(finished) >= 6:
+            raise error
+        made = finish(self, reading)
+        finished.extend(place for place, _ in made)
+        return made
+
+    monkeypatch.setattr(captioner.Captioner, "_finish", fail_third)
+    argv = ("caption", "-m", tiny_onevision, "--json", "--max-new-tokens", "2", "-b", "3")
+    done = vlmrun(*argv, *pictures)
+    assert done.code == 1
+    assert [row["path"] for row in done.rows] == [str(pictures[at]) for at in sorted(finished)]
+    assert sorted(finished) != list(range(len(finished)))  # one has waited
 
 
 @pytest.mark.parametrize("batch", [1, 2, 7])

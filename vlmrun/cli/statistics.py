@@ -15,7 +15,8 @@ from vlmrun.memory.plan import Plan, Tier
 from vlmrun.models.model import describe_model
 
 if TYPE_CHECKING:
-    from vlmrun.run import Measured, Summary
+    from vlmrun.memory.measure import Measured
+    from vlmrun.run import Summary
 
 
 def show_statistics(

@@ -154,6 +154,8 @@ def read_table() -> Table:
         VlmrunError: it is damaged.
     """
     path = tuned_path()
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        return replace(packaged_table(), ignored=f"{path} is no file")
     try:
         own = table_of(path.read_bytes(), path, "tuned")
     except (FileNotFoundError, NotADirectoryError):
@@ -184,7 +186,7 @@ def table_of(raw: bytes, path: Path, origin: str) -> Table:
         on = fields.get("machine")
         cpu = None if on is None else Cpu(str(on["cpu"]), tuple(map(str, on["features"])))
         measured = str(fields.get("measured", ""))
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise VlmrunError(
             f"{path} is no table of kernels: {type(error).__name__}: {error}", "delete it"
         ) from error
@@ -232,8 +234,12 @@ def row_of(entry: Mapping[str, Any]) -> Row:
     )
     bounds = [math.inf if most is None else most for most, _ in row.kernels]
     names = {kernel for _, kernel in row.kernels}
-    if bounds[-1] != math.inf or bounds != sorted(set(bounds)) or not names <= WORDS.keys():
+    ordered = bounds == sorted(set(bounds)) and bounds[0] >= 1 and bounds[-1] == math.inf
+    if not ordered or not names <= WORDS.keys():
         raise ValueError(f"kernels {entry['kernels']}")
-    if "native" in names and row.stored != row.compute:
+    known = {*Dtype, "any"}
+    if not isinstance(entry["cpu"], list) or row.stored not in known or row.compute not in known:
+        raise ValueError(f"a row for {entry['cpu']}, {row.stored} in {row.compute}")
+    if "native" in names and (row.stored != row.compute or row.stored == "any"):
         raise ValueError(f"PyTorch has no product of {row.stored} in {row.compute}")
     return row

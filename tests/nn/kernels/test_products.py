@@ -4,11 +4,13 @@ import mmap
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from vlmrun.nn.kernels import compile_product, page_out
+from vlmrun.nn.kernels.claims import kept, source_digest
 from vlmrun.nn.kernels.products import PANEL, product
 from vlmrun.nn.linear import Gate, gated
 
@@ -117,6 +119,36 @@ def test_what_is_compiled_is_kept(tmp_path: Path) -> None:
         for _ in range(2)
     ]
     assert hits == [b"0", b"1"]
+
+
+def test_other_source_is_other_code(tmp_path: Path) -> None:
+    """numba keeps code under the text of one file, and code of several files is in it."""
+    code = (
+        "import torch; from vlmrun.nn.kernels import products;"
+        "products.source_digest = lambda: {};"
+        "print(products.entry(products.bits(torch.bfloat16), 1, 1).cache_hits)"
+    )
+    environment = {"NUMBA_CACHE_DIR": str(tmp_path), "PATH": ""}
+    hits = [
+        subprocess.run(
+            [sys.executable, "-c", code.format(digest)],
+            env=environment,
+            capture_output=True,
+            check=True,
+        ).stdout.strip()
+        for digest in (1, 2, 1)
+    ]
+    assert hits == [b"0", b"0", b"1"]
+    assert source_digest() > 0
+
+
+def test_what_cannot_be_kept_is_compiled_all_the_same() -> None:
+    def compile_it(keep: bool) -> SimpleNamespace:
+        if keep:
+            raise OSError(28, "No space left on device")
+        return SimpleNamespace(address=7)
+
+    assert kept(compile_it) == 7
 
 
 def resident(library: str) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vlmrun.nn.kernels import decoder as told
-from vlmrun.nn.kernels.claims import launch
+from vlmrun.nn.kernels.claims import kept, launch
 from vlmrun.nn.kernels.products import bits, threads_now
 
 EVERYTHING = 1 << 62  # positions that are looked back on where there is no window
@@ -85,8 +85,8 @@ class BlockCall:
 def address_of(matrix: torch.dtype, vector: torch.dtype, cached: torch.dtype, several: bool) -> int:
     """Where the code for weights, norms, and keys and values of these dtypes lies, compiled or
     read from the cache, for one row or for several."""
-    address: int = told.entry(bits(matrix), bits(vector), bits(cached), several).address
-    return address
+    kinds = bits(matrix), bits(vector), bits(cached)
+    return kept(lambda keep: told.entry(*kinds, several, keep=keep))
 
 
 @cache

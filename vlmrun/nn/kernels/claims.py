@@ -2,10 +2,14 @@
 
 A stage is a number of tasks. A thread claims the next one until none is left, then waits until
 all are done. Whoever runs a task computes the same bits, a thread that the system holds up
-delays one task only, and where the system gives fewer threads than were asked for, those that
-are there do all of it.
+delays one task only (and the end of the call, which OpenMP's threads reach together), and where
+the system gives fewer threads than were asked for, those that are there do all of it.
 """
 
+import hashlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -20,6 +24,15 @@ LINE = 8  # numbers between two counters, so that each has a cache line of its o
 SPINS = 1000  # looks at a counter before the core is offered to others: some microseconds
 
 sched_yield = ExternalFunction("sched_yield", types.int32())
+
+
+@cache
+def source_digest() -> int:
+    """A number that stands for the source of all compiled code: numba keeps what it compiled
+    under the text of one file, and code of all of them is in it."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files))
+    return int(digest.hexdigest()[:15], 16) + 1
 
 
 @inner
@@ -113,3 +126,14 @@ def launch(threads: int, function: int, job: int) -> None:
     """Call a compiled function, by its address, in so many threads at once."""
     for _ in prange(threads):
         call(function, job)
+
+
+def kept(compile_it: Callable[[bool], Any]) -> int:
+    """The address of what is compiled and kept for other runs, or where it cannot be kept (a full
+    disk, a damaged cache), of what is compiled for this one."""
+    try:
+        made = compile_it(True)
+    except Exception:  # of whatever a cache raises
+        made = compile_it(False)
+    address: int = made.address
+    return address

@@ -27,7 +27,7 @@ from vlmrun.nn.kernels.blocks import (
     block_4x6,
     inner,
 )
-from vlmrun.nn.kernels.claims import LINE, claim, launch, placed, task_size
+from vlmrun.nn.kernels.claims import LINE, claim, kept, launch, placed, source_digest, task_size
 
 PANEL = 48  # rows of the input that are kept in a core's cache while the weight passes
 SHORT = 2048  # numbers in a row of a weight: up to which few rows of the input take them singly
@@ -114,8 +114,7 @@ def threads_now() -> int:
 @cache
 def address_of(stored: torch.dtype, block: Block) -> int:
     """Where the code for weights of this dtype and blocks of this size lies."""
-    address: int = entry(bits(stored), *block).address
-    return address
+    return kept(lambda keep: entry(bits(stored), *block, keep=keep))
 
 
 def bits(dtype: torch.dtype) -> Any:
@@ -160,11 +159,15 @@ def finish_task(job: Any, first: int, last: int, start: int, stop: int, out: Any
                 row[n] *= logistic(np.float32(1.702) * row[n])
 
 
-def entry(stored: Any, high: int, wide: int) -> Any:
-    """What `launch` calls for weights of these numbers, compiled or read from the cache."""
+def entry(stored: Any, high: int, wide: int, *, keep: bool = True) -> Any:
+    """What `launch` calls for weights of these numbers, compiled, or read from the cache it is
+    kept in."""
+    source = source_digest()
 
-    @cfunc("void(int64)", fastmath=FAST, error_model="numpy", cache=True)
+    @cfunc("void(int64)", fastmath=FAST, error_model="numpy", cache=keep)
     def run(at: int) -> None:
+        if source == 0:  # never: by this number, other code is kept apart
+            return
         job = placed(at, (NUMBERS,), np.int64)
         cells = placed(at + 8 * NUMBERS, (2 * LINE,), np.int64)
         rows, columns, size = job[ROWS], job[COLUMNS], task_size(job[COLUMNS], job[THREADS])
