@@ -213,7 +213,7 @@ def least_time(least: Floor) -> str:
 def job_time(plan: Plan, seconds: float) -> str:
     """How long a job takes at the assumed rates: of captions, that depends on the answers."""
     if "decode" not in plan.workload.phases:
-        return f"at least {format_seconds(seconds)}"
+        return f"{format_seconds(seconds)} at the assumed rates"
     return f"{format_seconds(seconds)} if every answer takes {plan.workload.new_tokens} tokens"
 
 

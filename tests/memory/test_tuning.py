@@ -177,7 +177,7 @@ def test_a_table_of_another_cpu_does_not_count(path: Path, other: Cpu, words: st
 def test_a_table_that_cannot_be_read_does_not_count(path: Path) -> None:
     path.mkdir()
     assert read_table().name == packaged_table().name
-    assert read_table().ignored == f"{path} cannot be read: Is a directory"
+    assert read_table().ignored == f"{path} is no file"
 
 
 def test_too_little_is_no_table() -> None:

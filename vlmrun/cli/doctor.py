@@ -34,7 +34,8 @@ def doctor(wanted: MachineFlags, talk: TalkFlags) -> Command:
 
     Takes some seconds. No model is loaded and the network is not asked; a
     temporary file in the hub cache's file system is written and read. What is
-    missing is said in its row, and the exit code is 0 all the same.
+    missing is said in its row, and the exit code is 0 all the same, but for a
+    device that is named.
 
     --tune measures which kernel multiplies fastest with how many rows, and writes a table that
     later runs on this machine choose by; results may differ in the last bits from those before.

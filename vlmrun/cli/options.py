@@ -153,7 +153,7 @@ class MemoryFlags:
         of_memory(metavar="NAME", help=f"{', '.join(get_args(Backend))}; -v says why."),
     ] = "auto"
     batch_size: Annotated[
-        str, of_memory("-b", "--batch-size", metavar="N", help="auto, or how many at once.")
+        str, of_memory("-b", "--batch-size", metavar="N", help="auto, or how many rows at once.")
     ] = "auto"
 
 

@@ -81,7 +81,7 @@ def time_rows(
     yield "loading", "", f"{measured.load_seconds:.2f} s"
     predicted = ""
     if least is not None:
-        predicted = f"at least {least.run_s(summary.done, tokens=measured.tokens):.2g} s"
+        predicted = f"{least.run_s(summary.done, tokens=measured.tokens):.2g} s at assumed rates"
     yield "running", predicted, f"{measured.run_seconds:.2f} s"
     yield "read from disk", "", format_bytes(measured.disk_bytes_read)
     if measured.tokens:
