@@ -454,3 +454,13 @@ def test_light_commands_are_light_and_fast(argv: list[str], absent: str, seconds
     assert loaded.isdisjoint(absent.split())
     # CPU time, because the tests share the machine's cores.
     assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < seconds
+
+
+def test_so_many_pictures_run_in_the_batch_that_they_would(vlmrun: Command) -> None:
+    def batch(*flags: str) -> str:
+        lines = vlmrun("mem-plan", "-m", "llava-onevision-0.5b", "--ram", "16GiB", *flags).lines
+        return next(" ".join(line.split()[1:]) for line in lines if line.startswith("batch "))
+
+    assert batch() == "1 (all rows of the job)"
+    assert batch("--count", "3") == "3 (all rows of the job)"
+    assert batch("--count", "100") == "8 (the most that is tried)"

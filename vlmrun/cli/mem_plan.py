@@ -113,7 +113,7 @@ def mem_plan(
             own, other = other, own
         check_flags(task, opened.source.name, *other)
         opened, job = shared(opened, replace(job, task=task), wanted.tp)
-        plan = plan_job(opened, job, sizes)
+        plan = plan_job(opened, counted(job, wanted.count), sizes)
         note_missing(opened, job, screen)
         shown = pictures if images or job.texts else replace(pictures, inputs=[PLACEHOLDER])
         flags: dict[str, Any] = dict(flags_that_fit(plan))
@@ -177,6 +177,13 @@ def shared(model: Model, job: Job, processes: int | None) -> tuple[Model, Job]:
         return model, job
     shard = Shard(0, processes, 0, processes)
     return shard_model(model, shard), replace(job, placing=own_placing(job.placing, shard))
+
+
+def counted(job: Job, count: int | None) -> Job:
+    """A job of so many pictures, for the batch that those would run in."""
+    if count is None or job.texts:
+        return job
+    return replace(job, images=("a picture",) * count)
 
 
 def launched(command: str, processes: int | None) -> str:
