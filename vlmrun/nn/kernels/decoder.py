@@ -11,17 +11,7 @@ from typing import Any
 import numpy as np
 from numba import cfunc
 
-from vlmrun.nn.kernels.attention import (
-    CUBE,
-    logistic,
-    narrowed,
-    plus,
-    rotate,
-    scores,
-    softmax,
-    times,
-    weighted,
-)
+from vlmrun.nn.kernels.attention import narrowed, rotate, scores, softmax, weighted
 from vlmrun.nn.kernels.blocks import (
     FAST,
     block_1x1,
@@ -34,6 +24,7 @@ from vlmrun.nn.kernels.blocks import (
     widened,
 )
 from vlmrun.nn.kernels.claims import LINE, claim, finish, placed, source_digest, task_size, wait
+from vlmrun.nn.kernels.elementwise import gelu_share, logistic, plus, times
 from vlmrun.nn.kernels.products import SHORT, WIDE
 
 STAGES = 6
@@ -105,8 +96,7 @@ def shut(g: Any, u: Any, gelu: int) -> None:
     """silu(g) * u, or gelu(g) * u in its tanh form, in place of g."""
     for n in range(g.shape[0]):
         x = g[n]
-        z = np.float32(1.59576912) * (x + CUBE * x * x * x) if gelu else x
-        g[n] = x * logistic(z) * u[n]
+        g[n] = x * (gelu_share(x) if gelu else logistic(x)) * u[n]
 
 
 @inlined

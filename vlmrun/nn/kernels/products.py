@@ -15,7 +15,6 @@ from numba import cfunc, types
 from numba.extending import overload
 from torch import Tensor
 
-from vlmrun.nn.kernels.attention import CUBE, logistic, plus, times
 from vlmrun.nn.kernels.blocks import (
     FAST,
     block_1x1,
@@ -28,6 +27,7 @@ from vlmrun.nn.kernels.blocks import (
     inner,
 )
 from vlmrun.nn.kernels.claims import LINE, claim, kept, launch, placed, source_digest, task_size
+from vlmrun.nn.kernels.elementwise import gelu_share, logistic, plus, times
 
 PANEL = 48  # rows of the input that are kept in a core's cache while the weight passes
 SHORT = 2048  # numbers in a row of a weight: up to which few rows of the input take them singly
@@ -152,8 +152,7 @@ def finish_task(job: Any, first: int, last: int, start: int, stop: int, out: Any
             plus(row, placed(job[BIAS], (job[COLUMNS],), np.float32)[start:stop])
         if kind == 1:
             for n in range(row.shape[0]):
-                x = row[n]
-                row[n] = x * logistic(np.float32(1.59576912) * (x + CUBE * x * x * x))
+                row[n] *= gelu_share(row[n])
         elif kind:
             for n in range(row.shape[0]):
                 row[n] *= logistic(np.float32(1.702) * row[n])
